@@ -40,6 +40,11 @@ EPSILONS = (1e-6, 1e-4)
 """What trainers add to a group's standard deviation: the paper's code, TRL."""
 FEW = 3
 """Most parts of a batch of other weights that are looked for before pairs of faults."""
+BEYOND = (
+    " No weights of tokens make this gradient: the best that were found leave {:.2g} % of it. So it is not the model's "
+    "forward or backward pass that made it (look at attention masks, positions, weights, what is detached), or not a "
+    "loss of these tokens' log-probabilities."
+)
 POSITIONS = "where rows are padded on the left, give position_ids of their own tokens: attention_mask.cumsum(-1) − 1"
 Kind = Literal["same", "factor", "parameters", "rounding", "tokens", "other"]
 NEAR = 0.9
@@ -120,6 +125,9 @@ class Audit:
     norm_ratio: float = 1.0
     """The norm of the trainer's gradient over the exact one's: of the logged loss or, if its denominators are not
     logged, of the reading without its fault; for a norm alone, of the first reading."""
+    beyond_tokens: float | None = None
+    """Of a gradient that is no reading's: what is left of it, over its norm, at the best weights of tokens, where that
+    shows that passes or another loss made it; None: it does not, or was not tried."""
     precision: Precision | None = None
     """Of the trainer's passes; None: unknown."""
     notes: tuple[Note, ...] = ()
@@ -212,7 +220,8 @@ def audit(
     distinct = search.distinct(judged.aggregation if batch.loss_scales is None else "logged")
     rests = _Rests(search, _rounding(precision, counts))
     whitened = partial(search.try_found, find_whitened)
-    for attempt in (search.try_faults, search.try_numbers, search.try_retokenised, whitened, search.try_pairs):
+    single = search.try_faults, search.try_numbers, search.try_retokenised, whitened, search.try_passes
+    for attempt in (*single, search.try_pairs):
         settled = judged.kind not in ("other", "rounding") and _is_tight(judged.readings).any()
         if settled or (judged.kind != "other" and attempt != search.try_faults):
             break
@@ -230,7 +239,10 @@ def audit(
             if judged.kind == "other":
                 attempt(distinct)
                 judged = _judge(search.found, *given)
-        loose = loose and not _is_tight(judged.readings).any()
+    if judged.kind == "parameters" and search.screens:
+        search.try_passes(distinct, forward=False)
+        judged = _judge(search.found, *given)
+    loose = loose and not _is_tight(judged.readings).any()
     guessed = judged.aggregation in GUESSED
     same = operator.attrgetter("aggregation", "fault", "part", "value")
     reading = next(own for own in search.found if same(own) == same(judged))
@@ -247,6 +259,9 @@ def audit(
     if judged.kind == "other" and (places := _strange_places(policy, theirs, about["exact"])):
         verdict += f" Tokens stand at positions that the batch's do not reach ({places}), as if padding were counted."
         judged = replace(judged, remedies=(*judged.remedies, POSITIONS))
+    if judged.kind == "other" and search.screens and len(theirs) == len(slices) and precision not in EPS:
+        about["beyond_tokens"] = beyond = search.find_beyond()
+        verdict += "" if beyond is None else BEYOND.format(100 * beyond)
     return replace(judged, verdict=verdict, norm_ratio=ratio, **about)
 
 
@@ -503,6 +518,7 @@ def _choose(
     again = (readings["typical"] <= spacings) & (readings["typical"] <= REMAINS * away) & (one <= spacings)
     plain, simple = readings["fault"].isna(), readings["value"].isna() & (readings["fault"].str.count(r"\+") != 1)
     for among, fitting in (
+        ("fitting", (readings["distance"] <= TIGHT) & (one <= FLOAT32)),
         ("fitting", tight & (one <= FLOAT32)),
         ("fitting", tight),
         ("fitting", half & (one <= FLOAT32)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -88,6 +89,12 @@ class Trainer:
     kl_where: Callable[[Tensor, Tensor], Tensor] | None = None
     kl_times: Callable[[Tensor], Tensor] | None = None
     """Of each response's geometric mean of π/π_old."""
+    kl: Callable[[Tensor, Tensor], Tensor] = lambda own, ref: torch.expm1(ref - own) - (ref - own)
+    keep_kl: Tensor | None = None
+    keep_bonus: Tensor | None = None
+    """KL's mask and the entropy's, where they have another."""
+    round_own: Callable[[Tensor], Tensor] = lambda own: own
+    """Of log π."""
 
     def gradient(self) -> dict[str, Tensor]:
         batch, named = self.batch, dict(float_parameters(self.policy.model))
@@ -104,18 +111,24 @@ class Trainer:
             ).logits[:, :-1]
             logprobs = self.log_softmax(logits / at[rows, None, None])
             own = logprobs.gather(2, batch.input_ids[rows, 1:, None])[..., 0]
+            own = self.round_own(own)
             entropy = -(logprobs.exp() * logprobs).sum(-1)
             kept, a = mask[rows, 1:], advantages[rows, 1:]
             before, reference = (torch.where(x[rows, 1:].isnan(), own.detach(), x[rows, 1:]) for x in (old, ref))
             ratio = (own - before).exp()
             policy = self.surrogate(ratio, ratio.clamp(1 - self.clips[0], 1 + self.clips[1]), a)
             policy = policy if self.made is None else self.made(own, ratio, a, kept)
-            kl = torch.expm1(reference - own) - (reference - own)
+            kl = self.kl(own, reference)
             if self.kl_where is not None:
                 kl = torch.where(self.kl_where(own.detach(), reference), kl, 0.0)
             if self.kl_times is not None:
                 kl = kl * self.kl_times((((own - before) * kept).sum(1) / kept.sum(1)).exp())[:, None]
-            terms = torch.where(kept != 0, (policy - self.beta * kl + self.bonus * entropy) * kept, 0.0)
+            kept_kl, kept_bonus = (
+                kept if m is None else m[rows, 1:].float() for m in (self.keep_kl, self.keep_bonus)
+            )
+            terms = torch.where(kept != 0, policy * kept, 0.0)
+            terms = terms - torch.where(kept_kl != 0, self.beta * kl * kept_kl, 0.0)
+            terms = terms + self.bonus * entropy * kept_bonus
             if self.means_over is None:
                 loss = -terms.sum() / (mask.sum() if self.counted is None else self.counted)
             else:
@@ -148,7 +161,39 @@ def plant(fault: str, policy: Policy, batch: TokenBatch) -> Trainer:
     no_ends = mask & (ids != min(policy.stop_ids))
     longest, shortest = (sorted(range(len(batch)), key=lambda row: sign * lengths[row]) for sign in (-1, 1))
     shifted = torch.where(mask.roll(1, 1) & mask, batch.ref_logprobs.roll(1, 1), torch.nan)
+    rounded = lambda values: values.bfloat16().float()  # noqa: E731
+    turns = {which: turn(batch, which) for which in ("first", "last")}
+    ended = (mask & (ids == min(policy.stop_ids))).any(1, keepdim=True)
+    widths = {"pads": spanned(batch).sum(1), "rows": torch.tensor(lengths)}
+    padded = {
+        name: lambda start, own=own: 1 / (MICRO * int(own[start : start + MICRO].max())) for name, own in widths.items()
+    }
+    size = torch.cat([-(-part.max() // 2).expand(len(part)) for part in widths["rows"].split(MICRO)])[:, None]
+    place = batch.attention_mask.cumsum(1) - 1
+    inside = mask & ~((place > 0) & (place % size == 0))
     return {
+        "clips-swapped": lambda: replace(own, clips=(0.4, LOW)),
+        "clips-of-log": lambda: replace(own, clips=(1 - math.exp(-LOW), math.exp(HIGH) - 1)),
+        "no-dual-clip": lambda: own,
+        "kl-reversed": lambda: replace(own, kl=lambda new, ref: torch.expm1(new - ref) - (new - ref)),
+        "kl-in-advantages": lambda: replace(
+            own, beta=0.0, advantages=batch.advantages - BETA * (batch.old_logprobs - batch.ref_logprobs)
+        ),
+        "kl-unmasked": lambda: replace(own, keep_kl=spanned(batch), batch=known(batch)),
+        "entropy-unmasked": lambda: replace(own, bonus=0.01, keep_bonus=spanned(batch)),
+        "old-bfloat16": lambda: replace(own, old=rounded(batch.old_logprobs)),
+        "ref-bfloat16": lambda: replace(own, ref=rounded(batch.ref_logprobs)),
+        "logprobs-bfloat16": lambda: replace(own, round_own=rounded),
+        "first-turn": lambda: replace(own, keep=turns["first"], counted=float(mask.sum())),
+        "last-turn-uncounted": lambda: replace(own, keep=turns["last"]),
+        "unended": lambda: replace(own, keep=mask & ended, counted=float(mask.sum())),
+        "unended-uncounted": lambda: replace(own, keep=mask & ended),
+        "unended-first": lambda: replace(own, keep=mask & (ended | (batch.positions() == 0))),
+        "pads-counted": lambda: replace(own, counted=len(batch) / MICRO, weight=padded["pads"]),
+        "rows-counted": lambda: replace(own, counted=len(batch) / MICRO, weight=padded["rows"]),
+        "chunk-means": lambda: replace(own, counted=1.0, keep=chunked(mask, 8)),
+        "slice-starts": lambda: replace(own, keep=inside, counted=float(mask.sum())),
+        "slice-starts-uncounted": lambda: replace(own, keep=inside),
         "kl-sign": lambda: replace(own, beta=-BETA),
         "no-kl": lambda: replace(own, beta=0.0),
         "kl-scaled": lambda: replace(own, beta=3 * BETA),
@@ -205,6 +250,28 @@ def plant(fault: str, policy: Policy, batch: TokenBatch) -> Trainer:
     }[fault]()
 
 
+def chunked(mask: Tensor, size: int) -> Tensor:
+    """Each token's weight in the mean over micro-batches of the mean over chunks of the mean over their tokens."""
+    found = mask.double()
+    for start in range(0, len(mask), MICRO):
+        places = mask[start : start + MICRO].nonzero().tolist()
+        chunks = [places[at : at + size] for at in range(0, len(places), size)]
+        for chunk in chunks:
+            for row, column in chunk:
+                found[start + row, column] = MICRO / len(mask) / len(chunks) / len(chunk)
+    return found
+
+
+def turn(batch: TokenBatch, which: str) -> Tensor:
+    """The first, or last, run of each response's kept tokens."""
+    found = torch.zeros_like(batch.response_mask)
+    for row, mask in enumerate(batch.response_mask.tolist()):
+        edges = [at for at, (a, b) in enumerate(pairwise([False, *mask, False])) if a != b]
+        start, end = edges[:2] if which == "first" else edges[-2:]
+        found[row, start:end] = True
+    return found
+
+
 def scores(policy: Policy, batch: TokenBatch) -> Tensor:
     return TokenJacobian(policy, batch).statistics.logprob
 
@@ -258,6 +325,8 @@ NAMED = (
     *("advantages-centred", "micro-batch-missing", "kl-sequence-ratio"),
     *("clip-alone", "end-token-uncounted", "old-longest-first", "mask-alone-late", "mask-alone-early"),
     *("advantages-longest-first-in-micro-batches", "old-longest-first-in-micro-batch"),
+    *("kl-unmasked", "logprobs-bfloat16", "last-turn-uncounted", "unended-first", "pads-counted"),
+    *("slice-starts-uncounted", "chunk-means"),
 )
 OTHERS = (
     "kl-sequence-ratio-detached",
@@ -271,22 +340,35 @@ OTHERS = (
     "advantages-rolled",
     *("clip-maximum", "clip-ratios", "clip-positive", "end-token", "ref-shortest-first", "old-reversed"),
     "advantages-interleaved",
+    *("clips-swapped", "clips-of-log", "no-dual-clip", "kl-reversed", "kl-in-advantages", "entropy-unmasked"),
+    *("old-bfloat16", "ref-bfloat16", "first-turn", "unended", "unended-uncounted", "rows-counted"),
+    "slice-starts",
 )
 """Further ones."""
+MEANT = {
+    "no-dual-clip": replace(LOSS, clip_ratio_c=1.05),
+    "clips-swapped": replace(LOSS, clip_ratio_high=0.4),
+    "entropy-unmasked": replace(LOSS, entropy_coef=0.01),
+}
+"""What the trainer means to compute, if not LOSS."""
 
 
 @pytest.mark.parametrize("fault", [*NAMED, *(pytest.param(fault, marks=pytest.mark.all) for fault in OTHERS)])
 def test_a_fault_is_named_with_its_remedy(fault):
     prompts = 4 if fault == "parts" else 2  # two parts are no prompts
-    policy, batch = make_step(temperature=1.0, prompts=prompts, ends=fault.startswith("end"))
-    found = check(plant(fault, policy, batch), micro_batch=None if fault == "parts" else MICRO)
+    policy, batch = make_step(temperature=1.0, prompts=prompts, ends="end" in fault)
+    given = {"micro_batch": None if fault == "parts" else MICRO, "loss": MEANT.get(fault, LOSS)}
+    found = check(plant(fault, policy, batch), **given)
     assert (found.kind, found.factor) == ("same", pytest.approx(1, abs=1e-3))
     if fault == "parts":  # of ranks that the log does not tell
         assert (found.aggregation, found.value) == ("parts", 2)
         return
-    assert found.fault == fault and found.aggregation == "token-mean" and found.remedies
+    within = fault in ("pads-counted", "rows-counted", "chunk-means")
+    assert found.fault == fault and found.remedies
+    # With equally many responses in each, the mean over responses has the same padded denominators.
+    assert found.aggregation in (("micro-batches", "sequence-mean") if within else ("token-mean",))
     assert found.part == (1 if fault in ("micro-batch-missing", "old-longest-first-in-micro-batch") else None)
-    wanted = {"entropy": 0.01, "kl-scaled": 3.0, "advantages-rolled": 4}.get(fault)
+    wanted = {"entropy": 0.01, "kl-scaled": 3.0, "advantages-rolled": 4, "chunk-means": 8}.get(fault)
     # Of a fit to eight numbers from float32 sums of the same terms, which agree to TIGHT = 2e-4.
     assert wanted is None or found.value == pytest.approx(wanted, rel=2e-3)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import exp
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ _LATE = {
 }
 _MASK = "shift the mask as labels are: the mask at s + 1 is that of the token that logits at s predict"
 _END = "look how labels are shifted and where the mask ends: it must keep every sampled token, EOS included"
+_TURNS = "keep every sampled token: look at the mask of assistant turns"
+_CUT = "give responses without an end token their whole length: argmax over (ids == end) is 0 for them"
 _PAD = "pad with another token than the one that ends responses, or mask by length: ids != pad_token_id drops true ends"
 _KL = "look at the sign and the coefficient of the KL term, and whether its gradient is detached"
 _RATIO = "correct each token's KL by its own π/π_old, or not at all (TRL: use_bias_correction_kl=False)"
@@ -42,7 +45,9 @@ _SHIFTED = "score it with the same shift as log π: log-probabilities at s − 1
 _MINIMUM = "take the minimum of ratio·Â and clip(ratio)·Â: a token may be cut only where Â has moved it beyond the clip"
 _ORDER = "undo the sort of rows (by the inverse permutation) before what was computed in its order is used"
 _ROWS = "keep a response's numbers in its row: look at shuffles, at gathers, and at repeat beside repeat_interleave"
+_UNSEEN = "make the attention mask of lengths: ids != pad_token_id hides true ends of turns inside rows"
 _FLOAT = "upcast the logits to float32 before log_softmax (and divide by the temperature after)"
+_SLICES = "shift labels before rows are cut into slices for sequence-parallel ranks"
 _LOST = "look for a part that is skipped: a micro-batch without zero_grad in time, a filter, no_sync, drop_last"
 
 FAULTS: dict[str, Fault] = {
@@ -72,6 +77,14 @@ FAULTS: dict[str, Fault] = {
     "kl-scaled": Fault(
         "with {value:.4g} times the KL", "look at the coefficient of KL, and whether it is applied twice"
     ),
+    "kl-reversed": Fault("with π and π_ref swapped in KL", "KL's estimators take log π_ref − log π"),
+    "kl-in-advantages": Fault(
+        "with KL subtracted from the advantages, not in the loss", "take KL into the reward, or into the loss, as meant"
+    ),
+    "kl-unmasked": Fault("with KL also of the tokens that the mask drops", "multiply KL by the response mask, too"),
+    "entropy-unmasked": Fault(
+        "with the entropy also of the tokens that the mask drops", "multiply the entropy by the response mask, too"
+    ),
     "ref-late": Fault("with log π_ref of the token before", _SHIFTED),
     "ref-early": Fault("with log π_ref of the token after", _SHIFTED),
     "ref-late-0": Fault("with log π_ref of the token before, and 0 at the first", _SHIFTED),
@@ -84,13 +97,19 @@ FAULTS: dict[str, Fault] = {
     "old-recomputed": Fault(
         "with π/π_old = 1 at every token", "keep the log-probabilities from before the first step on these responses"
     ),
+    "old-bfloat16": Fault("with log π_old rounded to bfloat16", "keep log-probabilities in float32, also on their way"),
+    "ref-bfloat16": Fault("with log π_ref rounded to bfloat16", "keep log-probabilities in float32, also on their way"),
     "no-clip": Fault("without clipping", "look whether ratios beyond the clips are cut, and with which thresholds"),
     "clip-high-ignored": Fault("with the lower clip's ratio as the upper one's, too", "pass both clip ratios"),
+    "clips-swapped": Fault("with the lower and the upper clip's ratios swapped", "pass the clip ratios by name"),
+    "clips-of-log": Fault("with log(π/π_old) clipped, not π/π_old", "clip the ratio: exp(clamp(log ratio)) is another"),
+    "no-dual-clip": Fault("without the dual clip", "cut ratio·Â at c·Â where Â is negative"),
     "clip-alone": Fault("with the clipped ratio alone, without the minimum", _MINIMUM),
     "clip-maximum": Fault("with the maximum of ratio·Â and clip(ratio)·Â", _MINIMUM),
     "clip-ratios": Fault("with Â times the minimum of ratio and clip(ratio)", _MINIMUM),
     "clip-positive": Fault("without clipping where Â is negative", _MINIMUM),
     "sequence-ratio": Fault("with each response's geometric mean of π/π_old", "set the importance sampling to tokens"),
+    "sequence-ratio-product": Fault("with each response's product of π/π_old", "take a root of the response's length"),
     "no-reweight": Fault("without Advantage Reweighting", "multiply advantages by α·π_old + 1 − α"),
     "advantages-rewards": Fault("with rewards as advantages", _STATS),
     "advantages-centred": Fault("with advantages not divided by the group's standard deviation", _STATS),
@@ -108,6 +127,13 @@ FAULTS: dict[str, Fault] = {
     "last-token-uncounted": Fault("without each response's last token (EOS), in denominators either", _END),
     "end-token": Fault("without the end tokens, where responses have one", _PAD),
     "end-token-uncounted": Fault("without the end tokens, in denominators either", _PAD),
+    "last-turn": Fault("with each response's last turn alone", _TURNS),
+    "last-turn-uncounted": Fault("with each response's last turn alone, in denominators, too", _TURNS),
+    "first-turn": Fault("with each response's first turn alone", _TURNS),
+    "first-turn-uncounted": Fault("with each response's first turn alone, in denominators, too", _TURNS),
+    "unended": Fault("without responses that have no end token", _CUT),
+    "unended-uncounted": Fault("without responses that have no end token, in denominators either", _CUT),
+    "unended-first": Fault("with the first token alone of responses that have no end token", _CUT),
     "first-token": Fault("without each response's first token", _END),
     "first-token-uncounted": Fault("without each response's first token, in denominators either", _END),
     "mask-advantages": Fault("with the advantages as its mask", "pass the response mask, not the advantages"),
@@ -122,6 +148,19 @@ FAULTS: dict[str, Fault] = {
     "masked-counted": Fault("with denominators that also count dropped tokens", "count tokens by the response mask"),
     "positive-zeroed": Fault("without tokens of positive weight", "look for a clamp at 0: it stops the gradient"),
     "negative-zeroed": Fault("without tokens of negative weight", "look for a clamp at 0: it stops the gradient"),
+    "chunk-means": Fault(
+        "as the mean of the means of chunks of {value:.0f} tokens", "add up the chunks' sums, and divide once"
+    ),
+    "pads-counted": Fault(
+        "with denominators that count padding, to the longest response of each micro-batch", "count tokens by the mask"
+    ),
+    "rows-counted": Fault(
+        "with denominators that count rows with padding, to the longest of each micro-batch", "count tokens by the mask"
+    ),
+    "slice-starts": Fault("without the first tokens of a row's {value:.0f} slices but the first", _SLICES),
+    "slice-starts-uncounted": Fault(
+        "without the first tokens of a row's {value:.0f} slices but the first, in denominators either", _SLICES
+    ),
     "response-missing": Fault("without one of the responses, number {part}", _LOST),
     "micro-batch-missing": Fault("without one of the micro-batches, number {part}", _LOST),
     "process-missing": Fault("without one of the processes, number {part}", _LOST),
@@ -193,10 +232,56 @@ for _name, _words in THINKING.items():
     )
 REWRITTEN = (*PACKED, *(f"{name}-restarting" for name in PACKED), "pads-seen", *RETOKENISED, *THINKING)
 """Faults by which rows are of other tokens, or see others: how many rows is the reading's value, or tokens of a bin."""
+PASSES = {
+    "head-bare": Fault(
+        "with the logits of the output matrix alone, without what the model does to them",
+        "do to the logits what the model's forward pass does: soft-capping (final_logit_softcapping), a scale",
+    ),
+    "head-unbiased": Fault("without the bias of the output matrix", "add the head's bias to the logits"),
+    "window-ignored": Fault(
+        "with attention to the whole row, beyond the model's sliding window",
+        "cut the attention mask at the model's sliding window, in the layers that have one",
+    ),
+    "attention-uncapped": Fault(
+        "without the soft-capping of attention scores",
+        "use attention that applies attn_logit_softcapping; sdpa does not",
+    ),
+    "ends-unseen": Fault("with the tokens of id {value:.0f} hidden from attention", _UNSEEN),
+    "ends-unseen-uncounted": Fault(
+        "with the tokens of id {value:.0f} hidden from attention and not counted in positions", _UNSEEN
+    ),
+    "dropped-unseen": Fault(
+        "with the tokens that the log's mask drops hidden from attention",
+        "give the model the attention mask, and the loss alone the response mask",
+    ),
+    "positions-restarting": Fault(
+        "with positions that restart at each response", "let a response's positions go on where its prompt's end"
+    ),
+    "adapter-scaled": Fault(
+        "with the adapter at a scale of {value:.4g}", "scale the adapter by lora_alpha/r, or lora_alpha/√r with rsLoRA"
+    ),
+    "temperature-squared": Fault(
+        "with logits divided by the temperature twice", "look where else logits are scaled, in the model or its head"
+    ),
+    "temperature-inverse": Fault("with logits times the temperature", "divide the logits by the temperature"),
+    "prompts-detached": Fault(
+        "without the gradient through the prompts' keys and values",
+        "compute shared prompts with gradients: a cache of keys and values from under no_grad is a constant",
+    ),
+    "adapter-inputs-detached": Fault(
+        "without the adapters' part of the gradient of their inputs",
+        "return dy·W + s·dy·B·A as the gradient of a fused LoRA layer's input",
+    ),
+}
+"""Passes that are not the model's own."""
+FAULTS |= PASSES
 HALF = ("bfloat16", "float16")
 for _name in HALF:
     FAULTS[f"logits-{_name}"] = Fault(f"with log π of logits that are rounded to {_name}", _FLOAT)
     FAULTS[f"log-softmax-{_name}"] = Fault(f"with log_softmax in {_name}", _FLOAT)
+    FAULTS[f"logprobs-{_name}"] = Fault(
+        f"with log π that is rounded to {_name}", "keep log-probabilities in float32: look at buffers and casts"
+    )
 
 ORDERS = {
     "longest-first": Fault("of rows sorted by length, longest first", _ORDER),
@@ -228,15 +313,22 @@ BOUNDS = {
     "kl-gap": "log π − log π_ref",
     "weight": "the weight",
     "position": "the position",
+    "place": "the place in the row",
     "from-end": "the distance from the response's end",
     "length": "the response's length",
 }
 """A column → words: beyond some value of it, tokens may have no gradient. log π is in nats; positions and lengths are
-in kept tokens, from 0."""
+in kept tokens, from 0, and places in all real ones."""
 for _name, _of in (("token", "all tokens"), ("sequence", "responses' means")):
     FAULTS[f"kl-{_name}-mean"] = Fault(f"with KL as the mean of {_of}", "average KL as the rest of the loss")
+    FAULTS[f"entropy-{_name}-mean"] = Fault(
+        f"with the entropy as the mean of {_of}", "average the entropy as the rest of the loss"
+    )
 for _name in ("micro-batches", "processes"):
     FAULTS[f"kl-{_name}"] = Fault(f"with KL as the mean of {_name}' means", "average KL as the rest of the loss")
+    FAULTS[f"entropy-{_name}"] = Fault(
+        f"with the entropy as the mean of {_name}' means", "average the entropy as the rest of the loss"
+    )
 for _name, _words in BOUNDS.items():
     for _side in ("above", "below"):
         FAULTS[f"{_name}-{_side}"] = Fault(
@@ -259,6 +351,8 @@ class Columns:
     """Added to a group's standard deviation where advantages are made of rewards."""
     kl_ratio: Literal["live", "detached"] | None = None
     """Whether KL is times each response's geometric mean of π/π_old, with that ratio's gradient or without."""
+    kl_reversed: bool = False
+    """Whether π and π_ref are swapped in k3."""
 
     def weigh(
         self, entropy: Float[Tensor, "B S"], logprob: Float[Tensor, "B S"] | None = None
@@ -271,7 +365,10 @@ class Columns:
         return batch_weights(self.logprob if logprob is None else logprob, batch, self.loss, **settings)
 
     def pull(self, kl: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
-        """Return KL's weights times the response's ratio, if that is so; kl: without it."""
+        """Return KL's weights reversed, or times the response's ratio, if that is so; kl: neither."""
+        if self.kl_reversed:  # d(π/π_ref − 1 − log(π/π_ref))/d log π
+            ratio = (self.logprob - self.batch.ref_logprobs).exp().nan_to_num(1.0)
+            return torch.where(self.kept, self.loss.kl_coef * (1 - ratio), 0.0)
         if self.kl_ratio is None or self.batch.ref_logprobs is None:
             return kl
         if self.kl_ratio == "live":  # d(s·k_t) = s·dk_t + k_t·ds, and ds/d log π_u = s/|o| for every token u
@@ -350,6 +447,24 @@ class Terms:
         own = tokens.double().expand(self.mask.shape)
         return replace(self, mask=own, counted=own if counted else self.counted)
 
+    def of_turn(self, which: str, *, counted: bool = True) -> Terms | None:
+        """Take the terms of each response's first, or last, run of kept tokens; None: these are all."""
+        starts = self.kept & ~(self.kept.roll(1) & (self.response.roll(1) == self.response))
+        if len(starts):
+            starts[0] = self.kept[0]
+        turn = starts.cumsum(0)
+        edge = torch.full((int(self.response.max()) + 1,), 0).scatter_reduce(
+            0, self.response[self.kept], turn[self.kept], "amin" if which == "first" else "amax", include_self=False
+        )
+        own = self.kept & (turn == edge[self.response])
+        return self.over(own, counted=counted) if (self.kept & ~own).any() else None
+
+    def of_ended(self, also: Bool[Tensor, " K"] | None = None, *, counted: bool = True) -> Terms | None:
+        """Take the kept terms of responses that have an end token, and those of other tokens; None: these are all."""
+        ended = torch.isin(self.response, self.response[self.end])
+        own = self.kept & (ended if also is None else ended | also)
+        return self.over(own, counted=counted) if self.end.any() and (self.kept & ~own).any() else None
+
     def without(self, tokens: Bool[Tensor, " K"]) -> Terms:
         """Leave out some tokens' terms."""
         return replace(self, mask=self.mask * ~tokens)
@@ -426,10 +541,11 @@ def _whiten(c: Columns) -> Columns | None:
     return c.with_advantages((c.batch.advantages - own.mean()) / (own.std() + 1e-8))
 
 
-def _average_ratio(c: Columns) -> Columns | None:
+def _average_ratio(c: Columns, *, whole: bool = False) -> Columns | None:
     if c.batch.old_logprobs is None:
         return None
     mean = c.average(c.logprob - fill_unknown(c.batch.old_logprobs, c.logprob))
+    mean = mean * c.kept.sum(1, keepdim=True) if whole else mean
     return replace(c, batch=replace(c.batch, old_logprobs=(c.logprob - mean).to(c.batch.old_logprobs)))
 
 
@@ -451,8 +567,39 @@ def _reclip(cut: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Column
     return change
 
 
+def _clip_between(clips: Callable[[float, float], tuple[float, float]]) -> Callable[[Columns], Columns | None]:
+    """Make other clip ratios of the lower and the upper one."""
+
+    def change(c: Columns) -> Columns | None:
+        if c.loss.clip_ratio_high > 1:  # no clip, or one that has no like below
+            return None
+        low, high = clips(c.loss.clip_ratio_low, c.loss.clip_ratio_high)
+        return _set(c, clip_ratio_low=low, clip_ratio_high=high)
+
+    return change
+
+
 def _unclip(c: Columns) -> Columns:
     return _set(c, clip_ratio_low=1.0, clip_ratio_high=1e30, clip_ratio_c=None)
+
+
+def _reverse_kl(c: Columns) -> Columns | None:
+    return replace(c, kl_reversed=True) if _pulls(c) and c.loss.kl_estimator == "k3" else None
+
+
+def _into_advantages(c: Columns) -> Columns | None:
+    if not _pulls(c) or c.batch.advantages is None:
+        return None
+    gap = fill_unknown(c.batch.old_logprobs, c.logprob) - c.batch.ref_logprobs
+    penalty = torch.where(c.kept, c.loss.kl_coef * gap, 0.0).nan_to_num(0.0)
+    return _set(c, kl_coef=0.0).with_advantages(c.batch.advantages - penalty)
+
+
+def _round(c: Columns, column: str, dtype: torch.dtype) -> Columns | None:
+    values = getattr(c.batch, column)
+    if values is None or (column == "ref_logprobs" and not _pulls(c)):
+        return None
+    return replace(c, batch=replace(c.batch, **{column: values.to(dtype).to(values.dtype)}))
 
 
 def _clamp_kl(c: Columns) -> Columns | None:
@@ -468,17 +615,25 @@ COLUMNS: dict[str, Callable[[Columns], Columns | None]] = {
     ),
     "no-clip": _unclip,
     "clip-high-ignored": lambda c: _set(c, clip_ratio_high=c.loss.clip_ratio_low),
+    "clips-swapped": _clip_between(lambda low, high: (high, low)),
+    "clips-of-log": _clip_between(lambda low, high: (1 - exp(-low), exp(high) - 1)),
+    "no-dual-clip": lambda c: None if c.loss.clip_ratio_c is None else _set(c, clip_ratio_c=None),
     "clip-alone": _reclip(lambda below, above, _: below | above),
     "clip-maximum": _reclip(lambda below, above, positive: torch.where(positive, below, above)),
     "clip-ratios": _reclip(lambda _, above, __: above),
     "clip-positive": _reclip(lambda _, above, positive: above & positive),
     "sequence-ratio": _average_ratio,
+    "sequence-ratio-product": partial(_average_ratio, whole=True),
     "no-reweight": lambda c: None if c.loss.reweight_alpha is None else _set(c, reweight_alpha=None),
     **{f"kl-{k}": partial(lambda k, c: _set(c, kl_estimator=k) if _pulls(c) else None, k) for k in ("k1", "k2", "k3")},
     "kl-correction": lambda c: _set(c, kl_corrected=not c.loss.kl_corrected) if _pulls(c) else None,
     "kl-sequence-ratio": lambda c: _multiply_kl(c, "live"),
     "kl-sequence-ratio-detached": lambda c: _multiply_kl(c, "detached"),
     "kl-clamped": _clamp_kl,
+    "kl-reversed": _reverse_kl,
+    "kl-in-advantages": _into_advantages,
+    "old-bfloat16": partial(_round, column="old_logprobs", dtype=torch.bfloat16),
+    "ref-bfloat16": partial(_round, column="ref_logprobs", dtype=torch.bfloat16),
     **{
         f"{column}-{side}{end}": _column(f"{column}_logprobs", by, fill)
         for column, ends in (("old", {"": torch.nan}), ("ref", {"": torch.nan, "-0": 0.0}))
@@ -535,6 +690,14 @@ TERMS: dict[str, Callable[[Terms], Terms | None]] = {
     },
     "end-token": lambda terms: terms.over(terms.kept & ~terms.end, counted=False) if terms.end.any() else None,
     "end-token-uncounted": lambda terms: terms.over(terms.kept & ~terms.end) if terms.end.any() else None,
+    **{
+        f"{which}-turn{end}": partial(lambda which, counted, t: t.of_turn(which, counted=counted), which, bool(end))
+        for which in ("last", "first")
+        for end in ("", "-uncounted")
+    },
+    "unended": lambda terms: terms.of_ended(counted=False),
+    "unended-uncounted": lambda terms: terms.of_ended(),
+    "unended-first": lambda terms: terms.of_ended(also=terms.ends("first")),
     "mask-advantages": partial(_as_mask, slice(None)),
     "mask-advantages-policy": partial(_as_mask, slice(1)),
     "mask-nonzero": lambda terms: terms.over(terms.kept & (terms.advantages != 0)),
@@ -558,6 +721,7 @@ def bounded(columns: Columns, terms: Terms, places: Bool[Tensor, "B S"]) -> Iter
         yield "kl-gap", (columns.logprob - batch.ref_logprobs)[places].double()
     yield "weight", terms.parts[:2].sum(0)
     yield "position", place[places].double()
+    yield "place", (batch.attention_mask.cumsum(1) - 1)[places].double()
     yield "from-end", (length - 1 - place)[places].double()
     yield "length", length[places].double()
 

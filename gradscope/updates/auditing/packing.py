@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,12 +69,6 @@ class PackedJacobian(TokenJacobian):
             yield
         finally:
             hook.remove()
-
-
-def takes_positions(model: nn.Module) -> bool:
-    """Return whether positions can be given to a model."""
-    inner = getattr(model, "get_base_model", lambda: model)()  # of an adapter, which passes them on
-    return "position_ids" in inspect.signature(inner.forward).parameters
 
 
 def packings(lengths: Int[Tensor, " B"], within: Int[Tensor, " B"]) -> Iterator[tuple[str, int, Int[Tensor, " B"]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import combinations, product
+from itertools import chain, combinations, product
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,6 +24,7 @@ from gradscope.updates.auditing.encoding import CLOSINGS, THINK, Row, align, enc
 from gradscope.updates.auditing.faults import (
     COLUMNS,
     FAULTS,
+    PASSES,
     REWRITTEN,
     TERMS,
     Columns,
@@ -46,6 +47,10 @@ AGGREGATIONS = {
 }
 GUESSED = ("prompts", "parts", "strides")
 """Aggregations that are tried if no other fits, as the log does not tell micro-batches or processes."""
+CHUNK = 4
+"""Fewest tokens of a chunk of a head's; the others tried have powers of 2 times as many."""
+SLICES = (2, 4, 8, 16)
+"""Into how many slices rows may be cut, for as many ranks."""
 ALIGNED = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs")
 """A batch's numbers by token that readings are made of."""
 Weights = Float[Tensor, "2 K"]
@@ -97,7 +102,7 @@ class Reading:
     @property
     def remedies(self) -> tuple[str, ...]:
         """What to do about each fault, but for π/π_old = 1 on other rows, which follows."""
-        follows = {"old-recomputed"} if self.faults and self.faults[0] in REWRITTEN else ()
+        follows = {"old-recomputed"} if self.faults and self.faults[0] in (*PASSES, *REWRITTEN) else ()
         return tuple(dict.fromkeys(FAULTS[name].remedy for name in self.faults if name not in follows))
 
     @property
@@ -373,12 +378,18 @@ class Readings:
         for policy in undetached(self.columns, self.J.statistics.entropy):
             terms = replace(self.terms, parts=torch.cat([self.J.kept(policy)[None], self.terms.parts[1:]]))
             yield from ((Reading(name, ("not-detached",)), own) for name, own in self.aggregate(terms).items())
-        for fault, terms in self._move_mask():
+        for fault, terms in chain(self._move_mask(), self._unmask()):
             yield from ((Reading(name, (fault,)), own) for name, own in self.aggregate(terms).items())
-        rest, pull = self.aggregate(self.terms.scale(1, 0, 1)), self.aggregate(self.terms.scale(0, 1, 0))
-        for (name, own), (other, kl) in product(rest.items(), pull.items()):
-            if "logged" not in (name, other) and name != other and kl.any():
-                yield Reading(name, (f"kl-{other}",)), own + kl
+        for fault, slices, terms in self._slice():
+            yield from ((Reading(name, (fault,), value=slices), own) for name, own in self.aggregate(terms).items())
+        yield from self._average_chunks()
+        for fault, terms in self._count_padding():
+            yield from ((Reading(name, (fault,)), own) for name, own in self.aggregate(terms).items())
+        for part, rest, alone in (("kl", (1, 0, 1), (0, 1, 0)), ("entropy", (1, 1, 0), (0, 0, 1))):
+            others, parts = (self.aggregate(self.terms.scale(*factors)) for factors in (rest, alone))
+            for (name, own), (other, its) in product(others.items(), parts.items()):
+                if "logged" not in (name, other) and name != other and its.any():
+                    yield Reading(name, (f"{part}-{other}",)), own + its
         for size in sizes:
             for start in range(0, count, size):
                 terms = self.terms.without((self.rows.response >= start) & (self.rows.response < start + size))
@@ -388,13 +399,70 @@ class Readings:
     def _move_mask(self) -> Iterator[tuple[str, Terms]]:
         """Yield the terms under a mask that alone is shifted: along responses or whole rows, dropped tokens without
         π_old and π_ref or with those in the log."""
-        told = {name: getattr(self.logged, name) for name in ("old_logprobs", "ref_logprobs")}
-        logged = replace(self.columns, batch=replace(self.columns.batch, **told))
-        for own in (self.terms, self.weigh(logged)):
+        for own in (self.terms, self._with_dropped):
             for among in (own.inside, torch.ones_like(own.inside)):
                 for fault, by in (("mask-alone-late", 1), ("mask-alone-early", -1)):
                     if (moved := own.move_mask(by, among)) is not None:
                         yield fault, moved
+
+    def _slice(self) -> Iterator[tuple[str, int, Terms]]:
+        """Yield the terms without the first tokens of slices of rows that are padded on the right, to the longest of
+        their micro-batch or of all."""
+        real, whole = self.J.batch.attention_mask, torch.zeros(len(self.J.batch), dtype=torch.long)
+        place, lengths = self.J.kept(real.cumsum(1) - 1), real.sum(1)
+        for part in (self.rows.parts.get("micro-batches", whole), whole):
+            longest = torch.stack([lengths[part == own].max() for own in part])[self.rows.response]
+            for slices in SLICES:
+                size = -(-longest // slices)
+                cut = (place > 0) & (place % size == 0)
+                for counted, end in ((True, ""), (False, "-uncounted")):
+                    kept = self.terms.kept & ~cut
+                    yield f"slice-starts{end}", slices, self.terms.over(kept, counted=not counted)
+
+    def _average_chunks(self) -> Iterator[tuple[Reading, Weights]]:
+        """Yield the mean over chunks of consecutive kept tokens of each micro-batch; all count alike, or by tokens."""
+        kept, whole = self.terms.kept, torch.zeros(len(self.J.batch), dtype=torch.long)
+        part = self.rows.parts.get("micro-batches", whole)[self.rows.response].unique(return_inverse=True)[1]
+        values, counts = self.terms.parts * self.terms.mask, part[kept].bincount().double()
+        most = int(counts.max())
+        place = torch.zeros_like(part)
+        for own in part.unique():
+            place[kept & (part == own)] = torch.arange(int((kept & (part == own)).sum()))
+        size = CHUNK
+        while size < most:
+            chunk = (part * most + place // size).unique(return_inverse=True)[1]
+            tokens = chunk[kept].bincount(minlength=int(chunk.max()) + 1)
+            chunks = torch.stack([len(chunk[kept & (part == own)].unique()) * torch.ones(()) for own in part.unique()])
+            own = values / (chunks[part] * tokens[chunk].clamp(min=1))
+            for name, share in (("micro-batches", 1 / len(counts)), ("token-mean", (counts / counts.sum())[part])):
+                weights = own * share
+                yield Reading(name, ("chunk-means",), value=size), torch.stack([weights[:2].sum(0), weights[2]])
+            size *= 2
+
+    def _count_padding(self) -> Iterator[tuple[str, Terms]]:
+        """Yield the terms with denominators of padded responses, or rows, of each micro-batch."""
+        real, part = self.J.batch.attention_mask, self.rows.parts.get("micro-batches")
+        if part is None:
+            return
+        for fault, lengths in (("pads-counted", (real & (self.positions >= 0)).sum(1)), ("rows-counted", real.sum(1))):
+            longest = torch.stack([lengths[part == own].max() for own in part])
+            times = (longest / self.kept.sum(1).clamp(min=1))[self.rows.response]
+            yield fault, replace(self.terms, counted=self.terms.counted * times)
+
+    @cached_property
+    def _with_dropped(self) -> Terms:
+        """The terms of tokens that the mask drops made of what the log has of them."""
+        told = {name: getattr(self.logged, name) for name in ("old_logprobs", "ref_logprobs")}
+        return self.weigh(replace(self.columns, batch=replace(self.columns.batch, **told)))
+
+    def _unmask(self) -> Iterator[tuple[str, Terms]]:
+        """Yield the terms with KL, or the entropy, of all tokens of responses; as their denominator counts, or not."""
+        for row, fault in ((1, "kl-unmasked"), (2, "entropy-unmasked")):
+            own = self._with_dropped
+            mask, counted = own.mask.clone(), own.counted.clone()
+            mask[row] = counted[row] = own.inside.double()
+            if (own.parts[row] * (mask - own.mask)[row]).any():
+                yield from ((fault, replace(own, mask=mask, counted=n)) for n in (own.counted, counted))
 
     def _reordered(self) -> Iterator[tuple[Reading, Weights]]:
         """Yield readings of a column in another order of rows: of the whole batch, within all of its parts, or one."""

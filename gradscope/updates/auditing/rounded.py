@@ -15,12 +15,13 @@ from gradscope.gradients import TokenJacobian, Vectors
 from gradscope.objective import TokenStatistics
 from gradscope.updates.auditing.faults import HALF
 
-ROUNDED = {f"{what}-{name}": name for what in ("logits", "log-softmax") for name in HALF}
+ROUNDED = {f"{what}-{name}": name for what in ("logits", "log-softmax", "logprobs") for name in HALF}
 """Faults of this kind → the half precision."""
 
 
 class RoundedJacobian(TokenJacobian):
-    """The Jacobian of log π from logits that are rounded, and rounded itself if the fault is of log_softmax.
+    """The Jacobian of log π from logits that are rounded, and rounded itself if the fault is of log_softmax, or of it
+    alone.
 
     Where the temperature differs among responses, that of the first is used for rounding.
     """
@@ -28,7 +29,8 @@ class RoundedJacobian(TokenJacobian):
     def __init__(self, exact: TokenJacobian, fault: str) -> None:
         """fault: of ROUNDED."""
         super().__init__(exact.policy, exact.batch, exact.resources)
-        self.dtype, self.whole = getattr(torch, ROUNDED[fault]), fault.startswith("log-softmax")
+        self.dtype, self.whole = getattr(torch, ROUNDED[fault]), not fault.startswith("logits")
+        self.alone = fault.startswith("logprobs")
 
     @property
     def statistics(self) -> TokenStatistics:
@@ -47,6 +49,9 @@ class RoundedJacobian(TokenJacobian):
     @contextmanager
     def _rounding(self) -> Iterator[None]:
         """Round what the model's head returns."""
+        if self.alone:
+            yield
+            return
         at = float(self.batch.temperature[0])
 
         def leave(_: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> Tensor:

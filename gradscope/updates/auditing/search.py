@@ -7,6 +7,7 @@ any reading without a backward pass, and of the right one this is ‖T_m‖². O
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -21,13 +22,15 @@ from torch import Tensor
 from gradscope.errors import InputError
 from gradscope.gradients import TokenJacobian, Vectors
 from gradscope.policy import arithmetic_dtype, flat_slices
-from gradscope.updates.auditing.faults import RETOKENISED, REWRITTEN, THINKING
-from gradscope.updates.auditing.packing import PackedJacobian, packings, takes_positions
+from gradscope.updates.auditing.beyond import find_beyond
+from gradscope.updates.auditing.faults import PASSES, RETOKENISED, REWRITTEN, THINKING
+from gradscope.updates.auditing.packing import PackedJacobian, packings
+from gradscope.updates.auditing.passes import backward_passes, forward_passes, takes_positions
 from gradscope.updates.auditing.products import TIGHT, products_of, summarize
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights, near
 from gradscope.updates.auditing.rounded import ROUNDED, RoundedJacobian
 
-RESCORED = frozenset({"no-temperature", *REWRITTEN, *ROUNDED})
+RESCORED = frozenset({"no-temperature", *PASSES, *REWRITTEN, *ROUNDED})
 """Faults by which log π itself is another."""
 AT_ONCE = 8
 """Readings whose gradients are held at a time."""
@@ -171,7 +174,17 @@ class Search:
                 continue
             self._try_rewritten(readings, size, aggregations)
 
-    def _try_rewritten(self, readings: Readings, value: int, aggregations: Sequence[str]) -> None:
+    def try_passes(self, aggregations: Sequence[str], *, forward: bool = True) -> None:
+        """Try passes that are not the model's own, up to one that leaves nothing; forward: forward passes, too."""
+        for passes in (backward_passes, forward_passes) if forward else (backward_passes,):
+            for fault, value, J in passes(self.everywhere):
+                if (fault, value) not in self._rescored:
+                    with suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # not this model's
+                        self._try_rewritten(replace(self.everywhere, J=J, faults=(fault,)), value, aggregations)
+                if any(summarize(own)["distance"] <= TIGHT for own in self.found.values()):
+                    return
+
+    def _try_rewritten(self, readings: Readings, value: float | None, aggregations: Sequence[str]) -> None:
         """Try readings of other rows, also with π/π_old = 1."""
         try:
             weights = readings.plain() | readings.recomputed()
@@ -271,6 +284,14 @@ class Search:
                         found = Reading(plain.aggregation, (f"{name}-{side}",), value=float(values[ranks[last]]))
                         yield found, weights * ~gone
 
+    def find_beyond(self) -> float | None:
+        """Return what no weights of all real tokens make of the trainer's gradient, which has all parameters."""
+        J = self.everywhere.J
+        whole = Vectors.zeros(J.model, 1, J.resources.vectors)
+        for name, part in whole.slices.items():
+            whole.rows[0, part] = self.theirs[name].to(whole.rows)
+        return find_beyond(J, whole)
+
     def multiply_responses(self, weights: Float[Tensor, " K"]) -> tuple[list[int], Float[np.ndarray, "G G"]]:
         """Return the responses that have weights, and the inner products of their gradients; computed once for weights
         that are multiples of each other within every response, as those of all averages are."""
@@ -341,4 +362,4 @@ def loss_gradients(J: TokenJacobian, weights: Float[Tensor, "R 2 K"]) -> Vectors
 def _scored(reading: Reading) -> tuple[str, float | None] | None:
     """Return the fault by which log π itself is another, and its number; None: it is the batch's."""
     found = next((fault for fault in reading.faults if fault in RESCORED), None)
-    return found and (found, reading.value if found in REWRITTEN else None)
+    return found and (found, reading.value if found in (*PASSES, *REWRITTEN) else None)
