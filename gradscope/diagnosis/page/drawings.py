@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -42,8 +43,29 @@ def _draw(drawing: Figure | Axes) -> str:
 
     target, figure = io.StringIO(), drawing.figure
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with paper_style(), mpl.rc_context({"svg.fonttype": "none", "font.sans-serif": _FONTS}):
-        if (layout := figure.get_layout_engine()) is not None:
-            layout.execute(figure)  # axes that it has made smaller may have wider ticks: it is executed again in saving
+    with paper_style(), mpl.rc_context({"svg.fonttype": "none", "font.sans-serif": _FONTS}), _laid_out(figure):
         figure.savefig(target, format="svg", transparent=True, dpi=_DOTS, metadata=nothing)
     return target.getvalue()
+
+
+@contextmanager
+def _laid_out(figure: Figure) -> Iterator[None]:
+    """Lay the figure out as saving does, which also draws it for that."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    if (layout := figure.get_layout_engine()) is None:
+        yield
+        return
+    canvas, dpi = figure.canvas, figure.dpi
+    try:
+        layout.execute(figure)  # axes that it has made smaller may have wider ticks: it is executed again
+        figure.dpi = 72  # an SVG's
+        FigureCanvasSVG(figure)
+        layout.execute(figure)
+        figure.set_layout_engine(None)
+        figure.dpi = dpi
+        yield
+    finally:
+        figure.set_layout_engine(layout)
+        figure.dpi = dpi
+        figure.set_canvas(canvas)
