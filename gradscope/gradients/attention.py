@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from gradscope.policy import layer_settings
+from gradscope.policy import layer_settings, without_packing
 
 STRIPS = "gradscope_strips"
 """The name under which `_attend` and `_find_band` are registered with transformers."""
@@ -197,7 +197,8 @@ def strips_where_long(model: nn.Module, length: int) -> Iterator[None]:
     modules = {id(module): module for module in (model, getattr(model, "base_model", model))}.values()
     hooks = [module.register_forward_pre_hook(choose, with_kwargs=True) for module in modules]
     try:
-        yield
+        with without_packing():
+            yield
     finally:
         for hook in hooks:
             hook.remove()

@@ -16,6 +16,8 @@ to compute ordinary causal attention; from its output, each prompt is taken once
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,7 +30,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from gradscope.policy import arithmetic_dtype, layer_settings
+from gradscope.policy import arithmetic_dtype, layer_settings, packing_allowed
 from gradscope.rollouts import Response, TokenBatch, collate
 
 SHARED_PROMPTS = "gradscope_shared_prompts"
@@ -105,11 +107,11 @@ def pack(piece: TokenBatch) -> Packing:
 def packing_for(model: nn.Module, piece: TokenBatch) -> Packing | None:
     """Return a packing of the micro-batch for this model; None to compute it padded.
 
-    None if packing does not pay off, if an attention window is narrower than the micro-batch, or if `can_pack` is
-    False.
+    None if packing does not pay off, as for a single row, if an attention window is narrower than the micro-batch, or
+    if `can_pack` is False.
     """
     rows, width = piece.input_ids.shape
-    if not can_pack(model) or not piece.response_mask.any():
+    if rows == 1 or not can_pack(model) or not piece.response_mask.any():
         return None
     windows = chain(*(layer_settings(model, name) for name in ("sliding_window", "attention_chunk_size")))
     if any(window is not None and window < width for window in windows):
@@ -118,21 +120,23 @@ def packing_for(model: nn.Module, piece: TokenBatch) -> Packing | None:
     return packing if len(packing.ids) <= WORTH * rows * width else None
 
 
-_tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_tried: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
+"""By the name of the attention."""
 
 
 def can_pack(model: nn.Module) -> bool:
     """Return whether this model computes the same in one row, judging by its structure and one trial on a small batch.
 
-    Requires sdpa attention dispatched by transformers, with explicit positions. Excludes wrapped or sharded models and
-    several processes; gradient checkpointing, whose recomputation would not see the packing; and precisions below
-    float32, where a difference cannot be told from rounding.
+    Requires sdpa or plain ("eager") attention dispatched by transformers, with explicit positions. Excludes wrapped or
+    sharded models and several processes; gradient checkpointing, whose recomputation would not see the packing; and
+    precisions below float32, where a difference cannot be told from rounding.
     """
-    if not _may_pack(model):
+    if not packing_allowed.get() or not _may_pack(model):
         return False
-    if model not in _tried:
-        _tried[model] = _try(model)
-    return _tried[model]
+    tried, attention = _tried.setdefault(model, {}), model.config.get_text_config()._attn_implementation
+    if attention not in tried:
+        tried[attention] = _try(model)
+    return tried[attention]
 
 
 def _may_pack(model: nn.Module) -> bool:
@@ -142,14 +146,14 @@ def _may_pack(model: nn.Module) -> bool:
     attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
     wide = torch.finfo(arithmetic_dtype(model)).bits >= 32
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    return named and wide and attention == "sdpa" and not checkpointing
+    return named and wide and attention in ("sdpa", "eager") and not checkpointing
 
 
 @torch.no_grad()
 def _try(model: nn.Module) -> bool:
     vocab = model.config.get_text_config().vocab_size
-    draw = torch.Generator().manual_seed(0)
-    ids = [torch.randint(vocab, (n,), generator=draw).tolist() for n in (3, 2, 4, 2, 3)]
+    draw = random.Random(0)  # torch's would be refused inside vmap
+    ids = [[draw.randrange(vocab) for _ in range(n)] for n in (3, 2, 4, 2, 3)]
     rows = [Response(ids[0], ids[2]), Response(ids[0], ids[3]), Response(ids[1], ids[4])]
     piece, device = collate(rows), next(model.parameters()).device
     packing, (row, column) = pack(piece), piece.response_mask.nonzero().unbind(1)
@@ -162,7 +166,7 @@ def _try(model: nn.Module) -> bool:
                 ]
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, TypeError, ValueError, LookupError):  # no position ids, or no single row
+        except (AttributeError, RuntimeError, TypeError, ValueError, LookupError):  # no position ids, or no single row
             return False
     return bool(((packed - padded).abs().max() <= TOLERANCE * padded.abs().max()).item())
 
@@ -177,7 +181,8 @@ def packed_inputs(packing: Packing, device: torch.device) -> dict[str, Any]:
     }
 
 
-_packing: ContextVar[Packing] = ContextVar("packing")
+_packing: ContextVar[tuple[Packing, str]] = ContextVar("packing")
+"""The packing, and the name of the model's own attention."""
 
 
 @contextmanager
@@ -186,8 +191,9 @@ def attending(model: nn.Module, packing: Packing) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(SHARED_PROMPTS, _attend)  # no mask is registered, so transformers makes none
-    config, token = model.config.get_text_config(), _packing.set(packing)
+    config = model.config.get_text_config()
     usual, config._attn_implementation = config._attn_implementation, SHARED_PROMPTS
+    token = _packing.set((packing, usual))
     try:
         yield
     finally:
@@ -203,10 +209,14 @@ def _attend(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Float[Tensor, "1 N Q V"], None]:
-    """Apply transformers' sdpa with a row per response."""
+    """Apply the model's own attention with a row per response."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    packing = _packing.get()
+    packing, usual = _packing.get()
+    attend, mask = sdpa_attention_forward, None
+    if usual == "eager":  # each family's own, beside its attention
+        attend = sys.modules[type(module).__module__].eager_attention_forward
+        mask = query.new_full((packing.width, packing.width), torch.finfo(query.dtype).min).triu(1)[None, None]
     rows = (packing.lay_out(states[0].transpose(0, 1)).transpose(1, 2) for states in (query, key, value))
-    out, _ = sdpa_attention_forward(module, *rows, None, **settings)
+    out, _ = attend(module, *rows, mask, **settings)
     return packing.take(out)[None], None

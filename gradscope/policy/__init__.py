@@ -17,7 +17,7 @@ from gradscope.policy.adamw import (
     value_ranges,
 )
 from gradscope.policy.adapters import asked_by_peft, find_whole
-from gradscope.policy.attention import without_cudnn_attention
+from gradscope.policy.attention import packing_allowed, without_cudnn_attention, without_packing
 from gradscope.policy.autocast import without_autocast
 from gradscope.policy.checkpoint import (
     ADAPTER_CONFIG,
@@ -86,9 +86,10 @@ __all__ = [
     "group_names", "group_settings", "hash_ahead", "is_last_checkpoint", "is_subset", "is_upcast", "join_launch",
     "largest_setting", "layer_settings", "list_step_folders", "load_policy", "load_tokenizer", "make_key",
     "make_manifest", "make_small_model", "merged_parameters", "missing_part", "model_bytes", "model_of_step",
-    "module_groups", "moving", "named_step", "optimizer_hash", "optimizer_names", "outline_policy", "plain_name",
-    "policy_hashes", "precision_in_words", "read_adamw_state", "read_state", "refuse_shards", "refuse_training_run",
-    "refuse_unreadable", "replaced_forward", "restoring", "return_freed_memory", "shards_of", "square_norm",
-    "sum_of_squares", "takes", "trained_only", "unpacked", "upcast_on_use", "value_ranges", "weights_hash",
-    "weights_version", "whole_weights", "without_autocast", "without_cudnn_attention",
+    "module_groups", "moving", "named_step", "optimizer_hash", "optimizer_names", "outline_policy", "packing_allowed",
+    "plain_name", "policy_hashes", "precision_in_words", "read_adamw_state", "read_state", "refuse_shards",
+    "refuse_training_run", "refuse_unreadable", "replaced_forward", "restoring", "return_freed_memory", "shards_of",
+    "square_norm", "sum_of_squares", "takes", "trained_only", "unpacked", "upcast_on_use", "value_ranges",
+    "weights_hash", "weights_version", "whole_weights", "without_autocast", "without_cudnn_attention",
+    "without_packing",
 ]  # fmt: skip

@@ -1,11 +1,15 @@
-"""The choice of torch's attention kernels for changing lengths."""
+"""The choice of torch's attention kernels for changing lengths, and whether prompts may be packed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
+
+packing_allowed: ContextVar[bool] = ContextVar("packing_allowed", default=True)
+"""Whether `objective.can_pack` may be True."""
 
 
 @contextmanager
@@ -21,3 +25,13 @@ def without_cudnn_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """Compute every response with its prompt and padding inside the block."""
+    token = packing_allowed.set(False)
+    try:
+        yield
+    finally:
+        packing_allowed.reset(token)

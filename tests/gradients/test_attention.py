@@ -12,6 +12,7 @@ from torch.func import grad, jvp, vmap
 
 from gradscope.gradients import attention, measuring
 from gradscope.gradients.attention import Band, attend, can_strip
+from gradscope.objective import can_pack
 
 LENGTH = 23
 EXACT = {"rtol": 0, "atol": 1e-13}
@@ -72,7 +73,9 @@ def test_models_compute_the_same_in_strips_where_a_pass_is_long(short_strips, mo
     with TrueFloat64():
         with measuring(model):
             expected = model(input_ids=ids, use_cache=False).logits
+            can_pack(model)  # which it may
         with measuring(model, 30):
+            assert not can_pack(model)  # whose attention is plain however long
             for shown in (ids, ids[:, :4]):
                 if shown is not ids:
                     monkeypatch.setattr(attention, "PLAIN", 1 << 20)

@@ -38,6 +38,7 @@ from gradscope.objective import (
     Quantity,
     TokenStatistics,
     batch_statistics,
+    can_pack,
     evaluate_kept,
     fitting_size,
     kept_numbers,
@@ -434,7 +435,7 @@ class TokenJacobian:
     def _pieces(self, micro_batch: int, copies: int) -> Iterator[Piece]:
         """Yield this process's micro-batches of at most `micro_batch` responses, longest first."""
         size, processes = fitting_size(self.model, self.batch, micro_batch, copies=copies), self.resources.processes
-        pieces = micro_batches(self.batch, size)[processes.rank :: processes.count]
+        pieces = micro_batches(self.batch, size, by_group=can_pack(self.model))[processes.rank :: processes.count]
         for rows, piece in track(pieces, "gradients", self.resources.progress, unit="micro-batches"):
             yield self._place(rows, piece), piece
 
