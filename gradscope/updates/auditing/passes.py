@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradscope.gradients import TokenJacobian, Vectors
 from gradscope.objective import TokenStatistics
-from gradscope.policy import layer_settings, takes
+from gradscope.policy import layer_settings, takes, without_packing
 
 if TYPE_CHECKING:
     from gradscope.updates.auditing.readings import Readings
@@ -37,11 +37,11 @@ class ChangedJacobian(TokenJacobian):
     def statistics(self) -> TokenStatistics:
         if self._known is not None:
             return self._known
-        with self._change():
+        with without_packing(), self._change():
             return super().statistics
 
     def vjp(self, weights: Float[Tensor, "R K"], of: Any = "logprob") -> Vectors:
-        with self._change():
+        with without_packing(), self._change():
             return super().vjp(weights, of)
 
 
