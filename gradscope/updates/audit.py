@@ -114,6 +114,8 @@ class Audit:
     not found."""
     unseen: tuple[str, ...] = ()
     """Faults of NEEDS that change nothing on this batch, so that no gradient of it can show them."""
+    refused: tuple[str, ...] = ()
+    """Faults of passes that were not tried, since the model does not take them."""
     hidden: float | None = None
     """Largest share of the gradient's norm that a fault may have without being seen; None for a norm alone."""
     exact: Callable[[], dict[str, Tensor]] | None = None
@@ -141,8 +143,11 @@ class Audit:
         """What the comparison cannot show, in words."""
         least = None if self.hidden is None else f"{100 * self.hidden:.2g} %"
         told = [] if least is None else [f"Faults below {least} of the gradient's norm are invisible."]
-        lacking = "; ".join(NEEDS[name] for name in self.unseen)
-        return " ".join([*told, f"This batch cannot show faults that need {lacking}."] if lacking else told)
+        if lacking := "; ".join(NEEDS[name] for name in self.unseen):
+            told.append(f"This batch cannot show faults that need {lacking}.")
+        if self.refused:
+            told.append(f"The model does not take the passes of {', '.join(self.refused)}, so these were not tried.")
+        return " ".join(told)
 
     @property
     def parting(self) -> pd.DataFrame:
@@ -262,7 +267,7 @@ def audit(
     if judged.kind == "other" and search.screens and len(theirs) == len(slices) and precision not in EPS:
         about["beyond_tokens"] = beyond = search.find_beyond()
         verdict += "" if beyond is None else BEYOND.format(100 * beyond)
-    return replace(judged, verdict=verdict, norm_ratio=ratio, **about)
+    return replace(judged, verdict=verdict, norm_ratio=ratio, refused=tuple(search.refused), **about)
 
 
 def _strange_places(

@@ -213,6 +213,22 @@ def test_what_no_weights_of_tokens_make_is_what_least_squares_leave():
     assert find_beyond(J, J.vjp(random)) is None
 
 
+def test_a_pass_that_a_model_does_not_take_is_told_and_stops_nothing(monkeypatch):
+    policy = make_policy("llama", sharpness=2.0)
+    batch, forward = make_step(policy), policy.model.forward
+    made = train(policy, batch, blind)
+
+    def picky(*args: object, attention_mask: Tensor | None = None, **given: object) -> object:
+        if attention_mask is not None and not attention_mask.all():
+            raise ValueError("no mask here")
+        return forward(*args, attention_mask=attention_mask, **given)
+
+    monkeypatch.setattr(policy.model, "forward", picky)
+    found = audit(policy, batch, made, loss=LOSS)
+    assert found.kind == "other" and found.refused == ("dropped-unseen",)
+    assert "passes of dropped-unseen" in found.blind
+
+
 @pytest.mark.all
 def test_an_audit_says_that_no_weights_of_tokens_make_a_gradient_of_other_passes():
     policy = make_policy("llama", sharpness=2.0)

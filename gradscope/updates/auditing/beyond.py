@@ -38,7 +38,9 @@ def find_beyond(J: TokenJacobian, gradient: Vectors) -> float | None:
         rest.rows.sub_(step.rows, alpha=float(slope.square().sum()) / float(step.products()))
         del step
         lefts.append(float(rest.products()))
+        if lefts[-1] < MUCH**2 * lefts[0]:
+            return None
         new = along()
         way, slope = new + new.square().sum() / slope.square().sum() * way, new
-    left, stayed = (lefts[-1] / lefts[0]) ** 0.5, (lefts[-1] / lefts[-1 - LATE]) ** 0.5
-    return left if left >= MUCH and stayed >= STAYS else None
+    stayed = (lefts[-1] / lefts[-1 - LATE]) ** 0.5
+    return (lefts[-1] / lefts[0]) ** 0.5 if stayed >= STAYS else None

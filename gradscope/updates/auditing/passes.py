@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,7 +45,7 @@ class ChangedJacobian(TokenJacobian):
             return super().vjp(weights, of)
 
 
-class Row(NamedTuple):
+class PassRow(NamedTuple):
     """A row as a pass is given it."""
 
     ids: list[int]
@@ -106,13 +106,13 @@ def _changes(readings: Readings) -> Iterator[tuple[str, float | None, Change]]:
     yield from (("adapter-scaled", scale, change) for scale, change in _scales(model))
 
 
-def _rows(readings: Readings) -> list[Row]:
+def _rows(readings: Readings) -> list[PassRow]:
     batch, found = readings.J.batch, []
     for ids, real, place, kept in zip(
         batch.input_ids, batch.attention_mask, readings.positions, readings.kept, strict=True
     ):
         inside = place[real] >= 0
-        found.append(Row(ids[real].tolist(), int((~inside).sum()), inside & ~kept[real]))
+        found.append(PassRow(ids[real].tolist(), int((~inside).sum()), inside & ~kept[real]))
     return sorted(found, key=lambda row: -len(row.ids))
 
 
@@ -127,9 +127,10 @@ def _ends(readings: Readings) -> set[int]:
 def _goes_on(model: nn.Module, ids: list[int]) -> bool:
     """Return whether the model does anything to logits after its head."""
     given = torch.tensor([ids], device=next(model.parameters()).device)
-    own = model(input_ids=given, use_cache=False).logits
-    with _ending_at_head(model):
-        return not torch.equal(own, model(input_ids=given, use_cache=False).logits)
+    found: list[Tensor] = []
+    with _hooked(model.get_output_embeddings().register_forward_hook(lambda _, __, logits: found.append(logits))):
+        logits = model(input_ids=given, use_cache=False).logits
+    return bool(found) and not torch.equal(logits, found[-1].to(logits.dtype))
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def _entering(model: nn.Module, change: Callable[[Int[Tensor, "b n"], dict[str, 
     return model.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def _fill(ids: Int[Tensor, "b n"], rows: list[Row], values: Callable[[Row], Tensor], rest: Tensor) -> Tensor:
+def _fill(ids: Int[Tensor, "b n"], rows: list[PassRow], values: Callable[[PassRow], Tensor], rest: Tensor) -> Tensor:
     """Return rest [b, n] with each known row's values in front of its padding; rows: longest first."""
     out = rest.clone()
     for place, own in enumerate(ids.tolist()):
@@ -196,7 +197,7 @@ def _fill(ids: Int[Tensor, "b n"], rows: list[Row], values: Callable[[Row], Tens
 
 
 def _hiding(
-    model: nn.Module, hidden: Callable[[Row], Tensor], rows: list[Row], *, counted: bool = True
+    model: nn.Module, hidden: Callable[[PassRow], Tensor], rows: list[PassRow], *, counted: bool = True
 ) -> AbstractContextManager[None]:
     """Hide tokens of known rows from attention. counted: in positions, nevertheless."""
 
@@ -209,10 +210,10 @@ def _hiding(
     return _hooked(_entering(model, change))
 
 
-def _restarting(model: nn.Module, rows: list[Row]) -> AbstractContextManager[None]:
+def _restarting(model: nn.Module, rows: list[PassRow]) -> AbstractContextManager[None]:
     """Let positions restart at each response."""
 
-    def places(row: Row) -> Tensor:
+    def places(row: PassRow) -> Tensor:
         own = torch.arange(len(row.ids))
         return torch.where(own < row.prompt, own, own - row.prompt)
 
@@ -247,8 +248,7 @@ def _detaching_inputs(modules: list[nn.Module]) -> AbstractContextManager[None]:
     return _hooked(*(m.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:])) for m in modules))
 
 
-@contextmanager
-def _detaching_prompts(model: nn.Module, rows: list[Row]) -> Iterator[None]:
+def _detaching_prompts(model: nn.Module, rows: list[PassRow]) -> AbstractContextManager[None]:
     """Let no gradient into what is computed at the prompts' tokens but the last, of which others see keys and values.
 
     Keys and values are what some module without others in it returns.
@@ -256,9 +256,8 @@ def _detaching_prompts(model: nn.Module, rows: list[Row]) -> Iterator[None]:
     head, now = model.get_output_embeddings(), {}
 
     def change(ids: Tensor, _: dict[str, Any]) -> None:
-        now["cut"] = _fill(
-            ids, rows, lambda row: torch.arange(len(row.ids)) < row.prompt - 1, torch.zeros_like(ids)
-        ).bool()[..., None]
+        cut = _fill(ids, rows, lambda row: torch.arange(len(row.ids)) < row.prompt - 1, torch.zeros_like(ids))
+        now["cut"] = cut.bool()[..., None]
 
     def leave(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
         cut = now["cut"]
@@ -267,6 +266,4 @@ def _detaching_prompts(model: nn.Module, rows: list[Row]) -> Iterator[None]:
         return out
 
     leaves = [m for m in model.modules() if m is not head and not any(True for _ in m.children())]
-    with ExitStack() as stack:
-        stack.enter_context(_hooked(_entering(model, change), *(m.register_forward_hook(leave) for m in leaves)))
-        yield
+    return _hooked(_entering(model, change), *(m.register_forward_hook(leave) for m in leaves))

@@ -432,8 +432,7 @@ class Readings:
         while size < most:
             chunk = (part * most + place // size).unique(return_inverse=True)[1]
             tokens = chunk[kept].bincount(minlength=int(chunk.max()) + 1)
-            chunks = torch.stack([len(chunk[kept & (part == own)].unique()) * torch.ones(()) for own in part.unique()])
-            own = values / (chunks[part] * tokens[chunk].clamp(min=1))
+            own = values / ((counts / size).ceil()[part] * tokens[chunk].clamp(min=1))
             for name, share in (("micro-batches", 1 / len(counts)), ("token-mean", (counts / counts.sum())[part])):
                 weights = own * share
                 yield Reading(name, ("chunk-means",), value=size), torch.stack([weights[:2].sum(0), weights[2]])

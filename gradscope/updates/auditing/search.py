@@ -7,7 +7,6 @@ any reading without a backward pass, and of the right one this is ‖T_m‖². O
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -64,6 +63,8 @@ class Search:
         """Weights, with the responses that have some and the inner products of their gradients."""
         self._rescored: dict[tuple[str, float | None], Readings] = {}
         """By fault and number: readings by which log π itself is another, but for that without the temperature."""
+        self.refused: list[str] = []
+        """Faults of passes that the model does not take."""
         self._try(readings.plain(), readings.J)
 
     @property
@@ -179,8 +180,12 @@ class Search:
         for passes in (backward_passes, forward_passes) if forward else (backward_passes,):
             for fault, value, J in passes(self.everywhere):
                 if (fault, value) not in self._rescored:
-                    with suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # not this model's
+                    try:
                         self._try_rewritten(replace(self.everywhere, J=J, faults=(fault,)), value, aggregations)
+                    except torch.OutOfMemoryError:
+                        raise
+                    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+                        self.refused.append(fault)  # by models that take no masks, or no positions
                 if any(summarize(own)["distance"] <= TIGHT for own in self.found.values()):
                     return
 
