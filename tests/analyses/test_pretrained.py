@@ -122,3 +122,13 @@ def test_other_weights_than_those_tried_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
     sha256 = hashlib.sha256(b"other weights").hexdigest()
     check_hash(file, replace(SOURCES["smollm2"], sha256=sha256))
+
+
+def test_a_missing_reader_is_told_with_its_remedy(tmp_path, monkeypatch):
+    file = tmp_path / "weights.gguf"
+    file.write_bytes(b"weights")
+    known = replace(SOURCES["smollm2"], sha256=hashlib.sha256(b"weights").hexdigest(), readers=("no_such_reader",))
+    monkeypatch.setitem(SOURCES, "smollm2", known)
+    with refused("no_such_reader", "pip install -e '.[pretrained]'"):
+        main(Options("smollm2", tmp_path / "out", gguf=file))
+    assert not (tmp_path / "out").exists()
