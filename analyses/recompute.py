@@ -37,6 +37,8 @@ KEPT_SUMMARIES = {
     "compare_step0": "made by `gradscope compare` of a checkpoint that is not kept",
     "compare_step40": "made by `gradscope compare` of a checkpoint that is not kept",
     "words/words_compare": "tokens and inner products were not kept",
+    "words/words_compare_samples": "tokens were not kept",
+    "fig1_similarity: adamw": "each token's change under AdamW was not kept",
     "drivers": "tokens were not kept",
     "certain/drivers": "tokens were not kept",
     "proxies": "tokens were not kept",
@@ -216,7 +218,8 @@ def word_counts(scale: str, variant: str, category: str) -> pd.DataFrame:
     frames = []
     for seed, own in answers(scale, variant).items():
         count = own["response"].str.count(rf"(?i)\b(?:{forms})\b")
-        frames.append(pd.DataFrame({"words": count, "reward": own["reward"], "group": own["group"], "seed": seed}))
+        more = {"reward": own["reward"], "tokens": own["tokens"], "group": own["group"], "seed": seed}
+        frames.append(pd.DataFrame({"words": count} | more))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -455,15 +458,20 @@ def dominance(scale: str, cell: Cell) -> float:
         values = after_start(gradients, "gradient_share", metric=metric, interval=0)
     else:
         squares = after_start(gradients, "squared_share", metric=metric, interval=0)
-        values = squares - after_start(measured(scale, "over_training/tokens.csv"), "token_share", interval=0)
+        if "raw" in where["against"]:
+            values = squares - after_start(gradients, "squared_share", metric="raw", interval=0)
+        else:
+            values = squares - after_start(measured(scale, "over_training/tokens.csv"), "token_share", interval=0)
     found = t_interval(values)
     return (found | {"difference": found["mean"]})[cell.column]
 
 
 def batch_sizes(scale: str, cell: Cell) -> float:
     where, table = dict(cell.where), measured(scale, "batch_sizes/batch_sizes.csv")
-    own = table[(table["size"] == int(where["size"])) & (table["label"] == where["interval"])]
-    return t_interval(own["share"])[cell.column]
+    table = table[table["size"] == int(where["size"])].set_index("batch")
+    own, whole = table[table["label"] == where["interval"]], table[table["label"] == "all"]
+    values = own["norm"] / whole["norm"] if where["quantity"] == "norm_of_all" else own["share"]
+    return t_interval(values)[cell.column]
 
 
 def clipping(cell: Cell) -> float:
@@ -506,10 +514,16 @@ def seconds(scale: str, cell: Cell) -> float:
 
 
 @cache
-def correlate(scale: str, category: str) -> dict[str, float | Near]:
+def correlate(scale: str, measure: str, category: str) -> dict[str, float | Near]:
     own = word_counts(scale, "grpo", category)
-    of, clusters = pearson(own["words"], own["reward"], own["group"])
+    words = own["words"] * 100 / own["tokens"] if measure == "words per 100 tokens" else own["words"]
+    of, clusters = pearson(words, own["reward"], own["group"])
     return bounded(of(np.ones(clusters)), *redraw(of, clusters), ("correlation", "lower", "upper"))
+
+
+def correlations(scale: str, cell: Cell) -> float | Near:
+    where = dict(cell.where)
+    return correlate(scale, where["measure"], where["category"])[cell.column]
 
 
 def pearson(x: pd.Series, y: pd.Series, group: pd.Series) -> tuple[Callable[[np.ndarray], float], int]:
@@ -740,6 +754,9 @@ def signal_start(cell: Cell) -> float:
     group = where.get("group", INTERVALS[0])
     point, left = signals(where.get("grouping", "interval"))
     share = point["signal"][group] / point["signal"]["all"]
+    if cell.column.startswith("share_"):
+        _, size, *end = cell.column.split("_")
+        return bounded_share(lambda row: (int(size) - 1) * row["signal"] + row["own"], group, point, left, *end)
     if cell.file == "signal_test":
         value = share - share_of_batch(point["signal"], point["own"], group, 8)
         others = [
@@ -747,8 +764,6 @@ def signal_start(cell: Cell) -> float:
             for _, row in left.iterrows()
         ]
         return ({"difference": value} | t_of_folds(value, np.array(others)))[cell.column]
-    if cell.column.startswith("share_"):
-        return share_of_batch(point["signal"], point["own"], group, int(cell.column.removeprefix("share_")))
     if cell.column == "token_share":
         return point["tokens"][group] / point["tokens"].drop("all").sum()
     if cell.column.startswith("noise_scale"):
@@ -756,17 +771,28 @@ def signal_start(cell: Cell) -> float:
         ends = t_of_folds(ratio, (left["signal"]["all"] / left["own"]["all"]).to_numpy())
         names = {"noise_scale": ratio, "noise_scale_lower": ends["upper"], "noise_scale_upper": ends["lower"]}
         return 1 / names[cell.column] - 1
-    if cell.column == "signal_share":
-        return share
+    return bounded_share(lambda row: row["signal"], group, point, left, *cell.column.split("_")[2:])
+
+
+def bounded_share(
+    of: Callable[[pd.DataFrame], pd.DataFrame | pd.Series],
+    group: str,
+    point: pd.DataFrame,
+    left: pd.DataFrame,
+    end: str | None = None,
+) -> float:
+    """Share of a group, or an end of Fieller's set: shares θ for which x_a − θ·x is not told from 0."""
+    whole, without = of(point), of(left)
+    share = whole[group] / whole["all"]
+    if end is None:
+        return float(share)
 
     def square(theta: float) -> float:
-        # Fieller's set: shares θ for which s_a − θ·s is not told from 0.
-        parts = (left["signal"][group] - theta * left["signal"]["all"]).to_numpy()
-        found = t_of_folds(point["signal"][group] - theta * point["signal"]["all"], parts)
+        found = t_of_folds(whole[group] - theta * whole["all"], (without[group] - theta * without["all"]).to_numpy())
         return found["lower"] * found["upper"]
 
-    ends = {"signal_share_lower": share - 5, "signal_share_upper": share + 5}
-    return float(optimize.brentq(square, *sorted((share, ends[cell.column]))))
+    ends = {"lower": share - 5, "upper": share + 5}
+    return float(optimize.brentq(square, *sorted((share, ends[end]))))
 
 
 def signal_cosines(cell: Cell) -> float:
@@ -834,7 +860,7 @@ MEASURED: dict[str, Callable[[str, Cell], float | Near]] = {
     "fig1_similarity": lambda scale, cell: over_batches(measured(scale, "updates/tokens.parquet"), cell),
     "fig3_intervals": directions,
     "fig4_accuracy": accuracies,
-    "fig5_correlations": lambda scale, cell: correlate(scale, dict(cell.where)["category"])[cell.column],
+    "fig5_correlations": correlations,
     "fig7_8_accuracy": lambda _, cell: at_step(cell),
     "gemma3": lambda _, cell: pretrained(cell, "real_language_gemma3/tokens.parquet"),
     "gemma3_theory": lambda _, cell: pretrained(cell, "real_language_gemma3/tokens.parquet"),

@@ -5,9 +5,9 @@
 Experiment A of docs/named-beforehand.md, which has the quantities, the primary test and what is concluded from each
 outcome; written before anything was measured. Policies that are not measured yet are left out. Writes
 
-    signal.csv      by policy, metric, grouping and group: shares of tokens, own part C_a, signal s_a (with Fieller's
-                    bounds) and batches of 8, 64 and 512 prompts; the batch at which the share is one half; and of each
-                    policy's whole: standard errors from 0, and the noise scale with bounds
+    signal.csv      by policy, metric, grouping and group: shares of tokens, own part C_a, signal s_a and batches of 8,
+                    64 and 512 prompts (with Fieller's bounds, as the signal); the batch at which the share is one
+                    half; and of each policy's whole: standard errors from 0, and the noise scale with bounds
     signal_test.csv D, the share of the signal minus that of a batch of 8 prompts, by policy and metric; `named`: the
                     primary one
     signal_cos.csv  by α the cosine of Reweight's expected gradient with GRPO's, with a jackknife over prompts, and what
@@ -62,12 +62,13 @@ def tabulate(signals: pd.DataFrame) -> pd.DataFrame:
         names, tokens, found = _rebuild(own)
         told, (scale, lower, upper) = errors_from_zero(found), bound_noise_scale(found)
         curves, known = [_curve(found, place) for place in range(len(names))], told >= TOLD
-        shares = found.share_bounds() if known else np.full((3, len(names)), np.nan)
+        shares = {f"share_{size}": _in_batches(found, size) for size in SIZES} | {"signal_share": found}
         columns = {"grouping": grouping, "group": names, "tokens": tokens, "token_share": tokens / tokens.sum()}
         columns |= {"prompts": found.touched[:-1], "signal": found.signal[:-1], "own": found.own[:-1]}
         columns |= {"own_share": found.own[:-1] / found.own[-1]}
-        columns |= {f"share_{size}": [curve.at(size) if known else np.nan for curve in curves] for size in SIZES}
-        columns |= dict(zip(("signal_share", "signal_share_lower", "signal_share_upper"), shares, strict=True))
+        for name, of in shares.items():
+            bounds = of.share_bounds() if known else np.full((3, len(names)), np.nan)
+            columns |= dict(zip((name, f"{name}_lower", f"{name}_upper"), bounds, strict=True))
         columns |= {"half_at": [curve.crossing(0.5) if known else None for curve in curves], "errors_from_zero": told}
         columns |= {"noise_scale": scale, "noise_scale_lower": lower, "noise_scale_upper": upper}
         frames.append(pd.DataFrame(columns))
@@ -131,6 +132,12 @@ def _rebuild(rows: pd.DataFrame) -> tuple[list[str], np.ndarray, GroupSignals]:
     touched = point["prompts"].to_numpy()
     found = GroupSignals(point["signal"].to_numpy(), point["own"].to_numpy(), int(touched.max()), touched, *left)
     return order[:-1], point["tokens"].to_numpy()[:-1], found
+
+
+def _in_batches(found: GroupSignals, prompts: int) -> GroupSignals:
+    """Return E⟨G_a, G⟩ of one prompt in a batch of so many, (N − 1)·s_a + C_a, in the signals' place."""
+    signal, left = ((prompts - 1) * s + c for s, c in ((found.signal, found.own), (found.left_signal, found.left_own)))
+    return replace(found, signal=signal, left_signal=left)
 
 
 def _curve(found: GroupSignals, place: int) -> BatchShare:
