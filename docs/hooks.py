@@ -105,7 +105,7 @@ def make_methods() -> str:
         version, place = SOURCES[trainer]
         return f"[{trainer} {version}]({place})"
 
-    head = ["name", "what stands before ∇ log π", "defaults", "whose, and how it is written", "held against"]
+    head = ["name", "what stands before ∇ log π", "defaults", "whose, and how it is written", "checked against"]
     parts = [f"| {' | '.join(head)} |\n{'|---' * len(head)}|"]
     for name, kind in WEIGHTINGS.items():
         formula = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())

@@ -23,7 +23,7 @@ class Demo:
     out: Path = Path("demo-out")
     """Folder for rollouts_seed0.jsonl, tokens.parquet, manifest.json and figures/."""
     policy: str = "embedded"
-    """The embedded policy, or the checkpoint folder of a pretrained language model; some hundred million parameters
+    """The embedded policy, or the checkpoint folder of a pretrained language model; a few hundred million parameters
     take about five minutes on two cores."""
     seed: int = 0
     """Seed for the questions, the responses and the sample of tokens."""

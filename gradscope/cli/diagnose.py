@@ -64,8 +64,8 @@ class Diagnose(DiagnosisChoices, SamplingFlags, PlannedFlags):
     model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = ()
     """Checkpoint folders, or "embedded". Several get a page each, and a page for the trend over training steps."""
     out: Path | None = None
-    """Folder for report.html, tokens.parquet, data/ and manifest.json, with a subfolder per checkpoint if there are
-    several. An interrupted run resumes. Required unless --plan."""
+    """Folder for report.html, diagnosis.json, tokens.parquet, data/ and manifest.json, with a subfolder per checkpoint
+    if there are several. An interrupted run resumes. Required unless --plan."""
     rollouts: Annotated[tuple[Path, ...], Many] = ()
     """Rollouts or a trainer's rollout log: one for all checkpoints, or one per checkpoint in the same order. Without
     any, rollouts are sampled from each checkpoint, with --task or --prompts."""

@@ -391,7 +391,7 @@ def test_the_headline_keeps_what_is_large_in_the_sum_and_wanted_apart():
     for number in ("2.0 %", "50 % [45, 55]", "70 %", "yes, 70 % [55, 85]"):  # tokens, energy, gradient, wanted
         assert number in headline
     assert "43 % [33, 53]" in summed and "dominate" not in headline
-    assert "not told by 12 prompts" in decide(contributed(UNTOLD)())[0]
+    assert "12 prompts cannot tell" in decide(contributed(UNTOLD)())[0]
     few = contributed(informative=5)()
     assert decide(few) == (few.scope.supply.too_few,)
     # Without tokens there, what other prompts want of all of it is first.

@@ -215,7 +215,7 @@ def _keep_apart(d: Diagnosis, verdict: Verdict) -> list[Finding]:
     share = d.pick("signal_share", "raw", low)
 
     def tell(write: Callable[[pd.Series], str]) -> str:
-        wanted = f"not told by {counted(d.scope.supply.prompts, 'prompt')}"
+        wanted = f"{counted(d.scope.supply.prompts, 'prompt')} cannot tell"
         if isnan(errors):
             wanted = "too few effective prompts to say"
         elif verdict is Verdict.MORE:

@@ -124,18 +124,18 @@ FAULTS: dict[str, Fault] = {
     "no-entropy": Fault("without the gradient of the entropy bonus", "compute the entropy outside torch.no_grad()"),
     "entropy": Fault("with an entropy bonus of {value:.3g}", "look at the coefficient of the entropy and its sign"),
     "last-token": Fault("without each response's last token (EOS)", _END),
-    "last-token-uncounted": Fault("without each response's last token (EOS), in denominators either", _END),
+    "last-token-uncounted": Fault("without each response's last token (EOS), in the denominators as well", _END),
     "end-token": Fault("without the end tokens, where responses have one", _PAD),
-    "end-token-uncounted": Fault("without the end tokens, in denominators either", _PAD),
+    "end-token-uncounted": Fault("without the end tokens, in the denominators as well", _PAD),
     "last-turn": Fault("with each response's last turn alone", _TURNS),
-    "last-turn-uncounted": Fault("with each response's last turn alone, in denominators, too", _TURNS),
+    "last-turn-uncounted": Fault("with each response's last turn alone, in the denominators as well", _TURNS),
     "first-turn": Fault("with each response's first turn alone", _TURNS),
-    "first-turn-uncounted": Fault("with each response's first turn alone, in denominators, too", _TURNS),
+    "first-turn-uncounted": Fault("with each response's first turn alone, in the denominators as well", _TURNS),
     "unended": Fault("without responses that have no end token", _CUT),
-    "unended-uncounted": Fault("without responses that have no end token, in denominators either", _CUT),
+    "unended-uncounted": Fault("without responses that have no end token, in the denominators as well", _CUT),
     "unended-first": Fault("with the first token alone of responses that have no end token", _CUT),
     "first-token": Fault("without each response's first token", _END),
-    "first-token-uncounted": Fault("without each response's first token, in denominators either", _END),
+    "first-token-uncounted": Fault("without each response's first token, in the denominators as well", _END),
     "mask-advantages": Fault("with the advantages as its mask", "pass the response mask, not the advantages"),
     "mask-advantages-policy": Fault(
         "with the advantages as its mask but for KL and entropy", "pass the response mask, not the advantages"
@@ -159,7 +159,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "slice-starts": Fault("without the first tokens of a row's {value:.0f} slices but the first", _SLICES),
     "slice-starts-uncounted": Fault(
-        "without the first tokens of a row's {value:.0f} slices but the first, in denominators either", _SLICES
+        "without the first tokens of a row's {value:.0f} slices but the first, in the denominators as well", _SLICES
     ),
     "response-missing": Fault("without one of the responses, number {part}", _LOST),
     "micro-batch-missing": Fault("without one of the micro-batches, number {part}", _LOST),
