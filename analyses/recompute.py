@@ -729,11 +729,24 @@ def from_energies() -> float:
     return float((ratio * energy).sum() / np.sqrt(energy.sum() * (ratio**2 * energy).sum()))
 
 
+SIGNALS = {
+    "embedded, at the start": ("cpu", "signal_start"),
+    "embedded, after 150 steps of GRPO": ("cpu", "signal_trained"),
+    "SmolLM2, at the start": ("words", "signal_words"),
+}
+"""Scale and measurement of each policy whose prompts' signal is measured."""
+
+
+def of_signals(where: Where, file: str) -> pd.DataFrame:
+    scale, name = SIGNALS[where["policy"]]
+    return measured(scale, f"{name}/{file}")
+
+
 @cache
-def signals(grouping: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+def signals(policy: str, metric: str, grouping: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Signals s_a and own parts C_a by group, of all prompts and without each fold, [fold, (part, group)]."""
-    table = measured("cpu", "signal_start/signals.csv")
-    table = table[(table["metric"] == "plain") & (table["grouping"] == grouping)]
+    table = of_signals({"policy": policy}, "signals.csv")
+    table = table[(table["metric"] == metric) & (table["grouping"] == grouping)]
     point = table[table["left_out"] < 0].set_index("group")
     return point, table[table["left_out"] >= 0].pivot(index="left_out", columns="group", values=["signal", "own"])
 
@@ -749,10 +762,10 @@ def share_of_batch(signal: pd.Series, own: pd.Series, group: str, prompts: int) 
     return of[group] / of["all"]
 
 
-def signal_start(cell: Cell) -> float:
+def signal_of_prompts(cell: Cell) -> float:
     where = dict(cell.where)
     group = where.get("group", INTERVALS[0])
-    point, left = signals(where.get("grouping", "interval"))
+    point, left = signals(where["policy"], where["metric"], where.get("grouping", "interval"))
     share = point["signal"][group] / point["signal"]["all"]
     if cell.column.startswith("share_"):
         _, size, *end = cell.column.split("_")
@@ -766,6 +779,9 @@ def signal_start(cell: Cell) -> float:
         return ({"difference": value} | t_of_folds(value, np.array(others)))[cell.column]
     if cell.column == "token_share":
         return point["tokens"][group] / point["tokens"].drop("all").sum()
+    if cell.column == "errors_from_zero":
+        without = left["signal"]["all"]
+        return point["signal"]["all"] / np.sqrt((len(without) - 1) * without.var(ddof=0))
     if cell.column.startswith("noise_scale"):
         ratio = point["signal"]["all"] / point["own"]["all"]
         ends = t_of_folds(ratio, (left["signal"]["all"] / left["own"]["all"]).to_numpy())
@@ -797,13 +813,14 @@ def bounded_share(
 
 def signal_cosines(cell: Cell) -> float:
     """Reweight's expected cosine, by sums over prompts, or what the energies give."""
-    alpha = float(dict(cell.where)["alpha"])
+    where = dict(cell.where)
+    alpha = float(where["alpha"])
     if cell.column == "from_energies":
-        e = measured("cpu", "signal_start/energies.csv")
+        e = of_signals(where, "energies.csv")
         of, more, most = ((e[name] * e["tokens"]).sum() for name in ("e", "e_pi", "e_pi2"))
         ratio, square = (1 - alpha) * of + alpha * more, (1 - alpha) ** 2 * of + 2 * alpha * (1 - alpha) * more
         return float(ratio / np.sqrt(of * (square + alpha**2 * most)))
-    prompts = measured("cpu", "signal_start/prompts.parquet").query("metric == 'plain'")
+    prompts = of_signals(where, "prompts.parquet").query("metric == @where['metric']")
 
     def cosine(out: int | None) -> float:
         def product(one: str, other: str, own: str) -> float:
@@ -874,9 +891,9 @@ MEASURED: dict[str, Callable[[str, Cell], float | Near]] = {
     "rates_accuracy": lambda _, cell: rates("rates_accuracy", cell),
     "rates_claims": lambda _, cell: rates("rates_claims", cell),
     "sharpening_contrasts": lambda _, cell: sharpening(cell),
-    "signal": lambda _, cell: signal_start(cell),
+    "signal": lambda _, cell: signal_of_prompts(cell),
     "signal_cos": lambda _, cell: signal_cosines(cell),
-    "signal_test": lambda _, cell: signal_start(cell),
+    "signal_test": lambda _, cell: signal_of_prompts(cell),
     "smollm2": lambda _, cell: pretrained(cell, "real_language/tokens.parquet"),
     "smollm2_theory": lambda _, cell: pretrained(cell, "real_language/tokens.parquet"),
     "table6": seconds,
