@@ -779,6 +779,8 @@ def signal_of_prompts(cell: Cell) -> float:
         return ({"difference": value} | t_of_folds(value, np.array(others)))[cell.column]
     if cell.column == "token_share":
         return point["tokens"][group] / point["tokens"].drop("all").sum()
+    if cell.column == "own_share":
+        return point["own"][group] / point["own"]["all"]
     if cell.column == "errors_from_zero":
         without = left["signal"]["all"]
         return point["signal"]["all"] / np.sqrt((len(without) - 1) * without.var(ddof=0))

@@ -164,7 +164,8 @@ def _draw_shares(ax: Axes, signals: pd.DataFrame, table: pd.DataFrame) -> None:
     known, prompts = bool(np.isfinite(table["signal_share"]).all()), found.num_prompts
     sizes, start, end = np.geomspace(1, 10 * prompts, 100) if known else np.ones(1), 0.1, 60 * prompts
     for place, (color, row) in enumerate(zip(interval_colors(), table.itertuples(), strict=True)):
-        ax.plot(sizes, [_curve(found, place).at(size) for size in sizes], color=color, label=row.group, lw=1.4)
+        shares, marker = [_curve(found, place).at(size) for size in sizes], "" if known else "o"
+        ax.plot(sizes, shares, color=color, label=row.group, lw=1.4, marker=marker, ms=4)
         ax.plot(start, row.token_share, "<", color=color, ms=4)
         if known:
             at = end * 1.35 ** (place - 1.5)  # side by side, or their bounds would hide each other
@@ -172,7 +173,12 @@ def _draw_shares(ax: Axes, signals: pd.DataFrame, table: pd.DataFrame) -> None:
             ax.vlines(at, row.signal_share_lower, row.signal_share_upper, color=color, lw=1.2)
     ax.set_xscale("log")
     powers = range(round(np.log10(sizes[-1])) + 1)
-    marks = {start: "tokens"} | {10**power: f"$10^{power}$" for power in powers} | ({end: "signal"} if known else {})
+    marks = {start: "tokens"} | {10**power: f"$10^{power}$" for power in powers} | {end: "signal"}
+    if not known:
+        marks = {start: "tokens", 1: "one prompt"}
+        ax.set_xlim(start / 2, 20)
+        least = f"signal not told from 0:\nnoise scale at least\n{table['noise_scale_lower'].iloc[0]:,.0f} prompts"
+        ax.text(0.97, 0.5, least, transform=ax.transAxes, ha="right", va="center", fontsize=7)
     ax.set_xticks([*marks], labels=[*marks.values()])
     ax.minorticks_off()
     ax.axhline(0, color=NEUTRAL, lw=0.6)
