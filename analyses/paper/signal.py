@@ -10,8 +10,9 @@ outcome; written before anything was measured. Policies that are not measured ye
                     half; and of each policy's whole: standard errors from 0, and the noise scale with bounds
     signal_test.csv D, the share of the signal minus that of a batch of 8 prompts, by policy and metric; `named`: the
                     primary one
-    signal_cos.csv  by α the cosine of Reweight's expected gradient with GRPO's, with a jackknife over prompts, and what
-                    the energies alone predict
+    signal_cos.csv  by α the cosine of Reweight's expected gradient with GRPO's, with a jackknife over prompts (empty
+                    where the signal is not told from 0), and what the energies alone predict (plain: they are not
+                    measured in AdamW's metric)
     signal.png      share against the batch's size, and the cosine against α
 """
 
@@ -155,7 +156,7 @@ def draw(found: Sequence[tuple[str, pd.DataFrame, pd.DataFrame, pd.DataFrame]]) 
     for (left, right), (name, signals, table, turned) in zip(axes, found, strict=True):
         _draw_shares(left, signals, table[table["grouping"] == "interval"])
         right.set_title(name, fontsize=8, loc="right")
-        _draw_cosines(right, turned, known=bool((table["errors_from_zero"] >= TOLD).all()))
+        _draw_cosines(right, turned)
     return figure
 
 
@@ -195,13 +196,19 @@ def _draw_shares(ax: Axes, signals: pd.DataFrame, table: pd.DataFrame) -> None:
     finish(ax, table)
 
 
-def _draw_cosines(ax: Axes, turned: pd.DataFrame, *, known: bool) -> None:
+def _draw_cosines(ax: Axes, turned: pd.DataFrame) -> None:
+    known, expected = turned["cosine"].notna().all(), turned["from_energies"].notna().all()
     if known:
         ax.plot(turned["alpha"], turned["cosine"], color="#0072B2", lw=1.4, label="expected gradients")
         ax.fill_between(turned["alpha"], turned["lower"], turned["upper"], color="#0072B2", alpha=0.15, lw=0)
-    ax.plot(turned["alpha"], turned["from_energies"], color=NEUTRAL, lw=1, ls="--", label="from the energies alone")
-    ax.set(xlabel="α of Reweight", ylabel="cosine with GRPO")
-    ax.legend(frameon=False, fontsize=7)
+    if expected:
+        ax.plot(turned["alpha"], turned["from_energies"], color=NEUTRAL, lw=1, ls="--", label="from the energies alone")
+    ax.set(xlabel="α of Reweight", ylabel="cosine with GRPO", xlim=(-0.05, 1.05))
+    if known or expected:
+        ax.legend(frameon=False, fontsize=7)
+    if not known:
+        at = {"transform": ax.transAxes, "ha": "center", "va": "center", "fontsize": 7}
+        ax.text(0.5, 0.5, "expected gradients: signal not told from 0", **at)
     finish(ax, turned)
 
 
@@ -216,7 +223,11 @@ def main(options: Options) -> None:
         for metric, signals in read[0].groupby("metric", sort=False):
             keys = {"policy": policy, "metric": metric}
             table, turned = tabulate(signals), cosines(read[1][read[1]["metric"] == metric], read[2])
-            if (table["errors_from_zero"] >= TOLD).all():
+            if metric != "plain":
+                turned["from_energies"] = np.nan
+            if not (known := bool((table["errors_from_zero"] >= TOLD).all())):
+                turned[["cosine", "lower", "upper"]] = np.nan
+            if known:
                 tests.append(keys | {"named": (name, metric) == PRIMARY} | compare_rare(signals))
             title = policy if metric == "plain" else f"{policy}, AdamW's metric"
             found.append((title, signals, table, turned))
