@@ -83,7 +83,7 @@ def errors_from_zero(found: GroupSignals) -> float:
 
 def bound_noise_scale(found: GroupSignals) -> np.ndarray:
     """Return B with bounds: a falling function of s/C, it has no upper bound where s may be 0."""
-    ratios = bound_by_folds(found.signal[-1:] / found.own[-1:], (found.left_signal / found.left_own)[:, -1:])
+    ratios = bound_by_folds(found.signal[-1:] / found.own[-1:], found.left_signal[:, -1:] / found.left_own[:, -1:])
     return np.array([noise_scale(float(ratio), 1.0) for ratio in ratios[[0, 2, 1], 0]])
 
 
@@ -125,8 +125,8 @@ def _cosine(alpha: float, gg: np.ndarray | float, gh: np.ndarray | float, hh: np
 
 
 def _rebuild(rows: pd.DataFrame) -> tuple[list[str], np.ndarray, GroupSignals]:
-    """Return a grouping's groups but the whole, their tokens, and the signals of all, the whole's last."""
-    point = rows[rows["left_out"] == -1].set_index("group")
+    """Return a grouping's groups with tokens but the whole, their tokens, and the signals of all, the whole's last."""
+    point = rows[(rows["left_out"] == -1) & (rows["tokens"] > 0)].set_index("group")
     order = [*point.index.drop(WHOLE), WHOLE]
     left = rows[rows["left_out"] >= 0].pivot(index="left_out", columns="group", values=["signal", "own"])
     point, left = point.loc[order], [left[name][order].to_numpy() for name in ("signal", "own")]

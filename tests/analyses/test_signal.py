@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from analyses.common.experiments import find_run
+from analyses.common.measurements import read_table
 from analyses.measure import signal
+from analyses.paper.signal import tabulate
 from gradscope import load_policy
 from gradscope.gradients import Resources, TokenJacobian
 
@@ -81,3 +83,11 @@ def test_groupings_are_of_every_token_and_their_parts_add_up(small):
         parts, whole = own[own["group"] != signal.WHOLE], own[own["group"] == signal.WHOLE]
         assert parts["tokens"].sum() == whole["tokens"].item() == batch.num_tokens
         assert parts["own"].sum() == pytest.approx(whole["own"].item(), rel=1e-9)
+
+
+def test_groups_without_tokens_have_no_row():
+    signals = read_table("signal_words", "signals.csv", scale="words")  # responses end before token 64
+    assert (signals.loc[signals["group"] == "64 and later", "tokens"] == 0).all()
+    table = tabulate(signals)
+    assert list(table.loc[table["grouping"] == "position", "group"]) == ["0 to 15", "16 to 63"]
+    assert table[["token_share", "signal_share", "noise_scale_upper"]].notna().all(axis=None)
