@@ -771,11 +771,16 @@ def signal_of_prompts(cell: Cell) -> float:
         _, size, *end = cell.column.split("_")
         return bounded_share(lambda row: (int(size) - 1) * row["signal"] + row["own"], group, point, left, *end)
     if cell.file == "signal_test":
-        value = share - share_of_batch(point["signal"], point["own"], group, 8)
-        others = [
-            row["signal"][group] / row["signal"]["all"] - share_of_batch(row["signal"], row["own"], group, 8)
-            for _, row in left.iterrows()
+        in_batch = where["than"] == "batch of 8"
+        whole, without = (point, left) if in_batch else signals(where["policy"], where["metric"], "entropy")
+        than = [
+            share_of_batch(row["signal"], row["own"], group, 8)
+            if in_batch
+            else row["signal"][where["than"]] / row["signal"]["all"]
+            for row in (whole, *(row for _, row in without.iterrows()))
         ]
+        value = share - than[0]
+        others = left["signal"][group] / left["signal"]["all"] - than[1:]
         return ({"difference": value} | t_of_folds(value, np.array(others)))[cell.column]
     if cell.column == "token_share":
         return point["tokens"][group] / point["tokens"].drop("all").sum()

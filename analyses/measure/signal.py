@@ -47,8 +47,8 @@ HELD = 1 << 62
 """Bytes for vectors; all those of a policy measured here fit."""
 POSITIONS = (16, 64)
 """Where the classes of position in a response end, the last one open."""
-TOP = 0.2
-"""Share of the tokens that count as of high entropy."""
+TOP, HIGHEST = 0.2, "highest fifth"
+"""Share of the tokens that count as of high entropy, and their class's name."""
 MEASURED = 64
 """Prompts of which tokens' norms are measured."""
 WHOLE = "all"
@@ -159,7 +159,7 @@ def group_tokens(J: TokenJacobian, policy: Policy) -> dict[str, Labels]:
     groups = {
         "interval": Labels(tuple(interval_labels(EDGES)), assign_intervals(probs)),
         "position": Labels(tuple(names), np.searchsorted(POSITIONS, positions, side="right")),
-        "entropy": Labels(("lower", "highest fifth"), (entropy > np.quantile(entropy, 1 - TOP)).astype(int)),
+        "entropy": Labels(("lower", HIGHEST), (entropy > np.quantile(entropy, 1 - TOP)).astype(int)),
     }
     if policy.vocab_size < 1000:  # the puzzles' policies, whose every token is a word with a kind
         groups["kind"] = Labels(KINDS, np.array(list(_kinds(J.batch, policy))))

@@ -8,8 +8,8 @@ outcome; written before anything was measured. Policies that are not measured ye
     signal.csv      by policy, metric, grouping and group: shares of tokens, own part C_a, signal s_a and batches of 8,
                     64 and 512 prompts (with Fieller's bounds, as the signal); the batch at which the share is one
                     half; and of each policy's whole: standard errors from 0, and the noise scale with bounds
-    signal_test.csv D, the share of the signal minus that of a batch of 8 prompts, by policy and metric; `named`: the
-                    primary one
+    signal_test.csv by policy and metric, rare tokens' share of the signal minus, by `than`, their share of a batch of 8
+                    prompts (D; `named`: the primary one), or the signal's share of the tokens with the highest entropy
     signal_cos.csv  by α the cosine of Reweight's expected gradient with GRPO's, with a jackknife over prompts (empty
                     where the signal is not told from 0), and what the energies alone predict (plain: they are not
                     measured in AdamW's metric)
@@ -34,7 +34,7 @@ from analyses.common.measurements import is_measured, read_table
 from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
-from analyses.measure.signal import WHOLE
+from analyses.measure.signal import HIGHEST, WHOLE
 from gradscope.errors import InputError
 from gradscope.gradients import GroupSignals
 from gradscope.intervals import EDGES, interval_labels
@@ -87,17 +87,27 @@ def bound_noise_scale(found: GroupSignals) -> np.ndarray:
     return np.array([noise_scale(float(ratio), 1.0) for ratio in ratios[[0, 2, 1], 0]])
 
 
-def compare_rare(signals: pd.DataFrame) -> dict[str, float]:
-    """Return D with its interval and p: s_a/s minus the share of a batch of TRAINED_ON prompts, a: rare tokens."""
-    names, _, found = _rebuild(signals[signals["grouping"] == "interval"])
-    place = names.index(RARE)
-    folds = len(found.left_signal)
-    without = [replace(found, signal=found.left_signal[k], own=found.left_own[k]) for k in range(folds)]
-    curves = [_curve(rows, place) for rows in (found, *without)]
-    value, *others = (curve.signal / curve.whole_signal - curve.at(TRAINED_ON) for curve in curves)
-    _, lower, upper = bound_by_folds(np.array([value]), np.array(others)[:, None])[:, 0]
-    p = 2 * stats.t.sf(abs(value) / _error(lower, upper, folds), folds - 1)
-    return {"difference": value, "lower": lower, "upper": upper, "p": float(p)}
+def compare_rare(signals: pd.DataFrame) -> pd.DataFrame:
+    """Return differences, with intervals and p, of s_a/s from what it is compared with, a: rare tokens."""
+    rare, uncertain = (_curves_by_fold(signals, *of) for of in (("interval", RARE), ("entropy", HIGHEST)))
+    differences = {
+        f"batch of {TRAINED_ON}": [curve.limit - curve.at(TRAINED_ON) for curve in rare],
+        HIGHEST: [curve.limit - other.limit for curve, other in zip(rare, uncertain, strict=True)],
+    }
+    rows, folds = [], len(rare) - 1
+    for than, (value, *others) in differences.items():
+        _, lower, upper = bound_by_folds(np.array([value]), np.array(others)[:, None])[:, 0]
+        p = 2 * stats.t.sf(abs(value) / _error(lower, upper, folds), folds - 1)
+        rows.append({"than": than, "difference": value, "lower": lower, "upper": upper, "p": float(p)})
+    return pd.DataFrame(rows)
+
+
+def _curves_by_fold(signals: pd.DataFrame, grouping: str, group: str) -> list[BatchShare]:
+    """Return a group's share against the batch's size: of all prompts, then without each fold."""
+    names, _, found = _rebuild(signals[signals["grouping"] == grouping])
+    folds = zip(found.left_signal, found.left_own, strict=True)
+    parts = [found, *(replace(found, signal=signal, own=own) for signal, own in folds)]
+    return [_curve(part, names.index(group)) for part in parts]
 
 
 def cosines(prompts: pd.DataFrame, energies: pd.DataFrame) -> pd.DataFrame:
@@ -228,16 +238,19 @@ def main(options: Options) -> None:
             if not (known := bool((table["errors_from_zero"] >= TOLD).all())):
                 turned[["cosine", "lower", "upper"]] = np.nan
             if known:
-                tests.append(keys | {"named": (name, metric) == PRIMARY} | compare_rare(signals))
+                compared = compare_rare(signals)
+                named = ((name, metric) == PRIMARY) & (compared["than"] != HIGHEST)
+                tests.append(compared.assign(**keys, named=named))
             title = policy if metric == "plain" else f"{policy}, AdamW's metric"
             found.append((title, signals, table, turned))
             tables.append(table.assign(**keys))
             turns.append(turned.assign(**keys))
     shown, keys = pd.concat(tables, ignore_index=True), ["policy", "metric"]
     save_picture(draw(found), options.at("signal.png"), shown[[*keys, *shown.columns.drop(keys)]])
-    write_csv(pd.DataFrame(tests), options.at("signal_test.csv"), float_format="%.6g")
+    tested = pd.concat(tests, ignore_index=True)[[*keys, "named", "than", "difference", "lower", "upper", "p"]]
+    write_csv(tested, options.at("signal_test.csv"), float_format="%.6g")
     write_csv(pd.concat(turns, ignore_index=True), options.at("signal_cos.csv"), float_format="%.6g")
-    print(pd.DataFrame(tests).to_string(index=False, float_format="{:.4f}".format))
+    print(tested.to_string(index=False, float_format="{:.4f}".format))
     columns = [
         "policy",
         "metric",
