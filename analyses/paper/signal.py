@@ -218,7 +218,7 @@ def _draw_cosines(ax: Axes, turned: pd.DataFrame) -> None:
         ax.legend(frameon=False, fontsize=7)
     if not known:
         at = {"transform": ax.transAxes, "ha": "center", "va": "center", "fontsize": 7}
-        ax.text(0.5, 0.5, "expected gradients: signal not told from 0", **at)
+        ax.text(0.4, 0.5, "expected gradients: signal not told from 0", **at)
     finish(ax, turned)
 
 
