@@ -320,6 +320,49 @@ def find(rows: pd.DataFrame, cell: Cell) -> pd.DataFrame:
     return rows
 
 
+@cache
+def after_horizon(variant: str, number: str) -> np.ndarray:
+    """A number of each of a variant's runs on experiment B; of the start alone: its mass."""
+    if variant == "start":
+        return measured("cpu", "horizon/rare_mass.csv").groupby("source")["mass"].mean().to_numpy()
+    if number.startswith("mass"):
+        tables = read_tables("cpu", "horizon", variant, "rare_mass").values()
+        last = (own[own["step"].isin(sorted(set(own["step"]))[-3:])] for own in tables)
+        return np.array([(own[own["source"] == "start"] if number != "mass" else own)["mass"].mean() for own in last])
+    if number == "pass_at_16":
+        tables = read_tables("cpu", "horizon", variant, "hard").values()
+        return np.array([(own["correct"] >= 1).mean() for own in tables])
+    if number in ("accuracy", "greedy"):
+        return accuracy("cpu", "horizon", variant, {"greedy": "greedy_accuracy"}.get(number)).to_numpy()
+    return record("cpu", "horizon", variant, {"share": "token_share_0"}.get(number, number)).to_numpy()
+
+
+def welch(own: np.ndarray, other: np.ndarray, level: float = 0.95) -> Row:
+    parts = [np.var(x, ddof=1) / len(x) for x in (own, other)]
+    error = np.sqrt(sum(parts))
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, (own, other), strict=True))
+    mean, half = own.mean() - other.mean(), stats.t.ppf((1 + level) / 2, freedom) * error
+    p = 2 * stats.t.sf(abs(mean) / error, freedom)
+    return {"difference": mean, "lower": mean - half, "upper": mean + half, "p": float(p), "seeds": len(own)}
+
+
+def horizon(cell: Cell) -> float:
+    """Experiment B: Welch's contrasts, by Holm over three, of which those not made have p = 1."""
+    where = dict(cell.where)
+    own, other = (after_horizon(where[arm], where["number"]) for arm in ("variant", "baseline"))
+    if where["baseline"] == "start":
+        found = t_interval(own - other.mean())
+        return (found | {"difference": found["mean"], "start": other.mean()})[cell.column]
+    found = welch(own, other)
+    if cell.column == "p_holm":
+        named = [("grpo", "mass"), ("permuted-weights", "mass"), ("grpo", "accuracy")]
+        both = [[after_horizon(arm, number) for arm in ("reweight", base)] for base, number in named]
+        return holm(found["p"], [welch(*arms)["p"] if min(map(len, arms)) == 12 else 1.0 for arms in both])
+    if cell.column.startswith("corrected_"):
+        return welch(own, other, 1 - 0.05 / 3)[cell.column.removeprefix("corrected_")]
+    return found[cell.column]
+
+
 # ---- measurements
 
 
@@ -888,6 +931,7 @@ MEASURED: dict[str, Callable[[str, Cell], float | Near]] = {
     "fig7_8_accuracy": lambda _, cell: at_step(cell),
     "gemma3": lambda _, cell: pretrained(cell, "real_language_gemma3/tokens.parquet"),
     "gemma3_theory": lambda _, cell: pretrained(cell, "real_language_gemma3/tokens.parquet"),
+    "horizon": lambda _, cell: horizon(cell),
     "kinds": lambda _, cell: kinds(cell),
     "layer_constants_bounds": lambda _, cell: slack(int(dict(cell.where)["layer"])),
     "optimal_baseline": lambda _, cell: judge(cell),

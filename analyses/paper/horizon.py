@@ -7,7 +7,8 @@ outcome; written before any run was whole. An arm is read when all of its seeds 
 run's last three checkpoints; contrasts are tested by Welch's t test over seeds, with Holm's correction over the three.
 Writes
 
-    horizon.csv         a row per contrast: the three named ones, and those shown beside without a claim
+    horizon.csv         a row per contrast: the three named ones, those shown beside without a claim, and each arm's
+                        mass minus the start's
     horizon_runs.csv    a row per run: mass, accuracy; token share, entropy and KL over the last 50 steps; pass@16 on
                         hard puzzles
     horizon.png         mass over the steps, by arm, and the contrasts
@@ -98,6 +99,7 @@ def contrast(runs: pd.DataFrame) -> pd.DataFrame:
     claims["corrected_lower"], claims["corrected_upper"] = corrected["lower"], corrected["upper"]
     claims["gain_excluded"] = (claims["number"] == "accuracy") & (claims["corrected_upper"] < SMALLEST)
     beside = _test(runs, [pair for pair in others + shown if pair not in NAMED])
+    claims = claims.astype({"seeds": int})
     return pd.concat([claims, beside.assign(named=False, differs=False, gain_excluded=False)], ignore_index=True)
 
 
@@ -111,15 +113,24 @@ def _test(runs: pd.DataFrame, pairs: Sequence[tuple[str, str, str]], level: floa
     return pd.DataFrame(rows, columns=["number", "variant", "baseline", "seeds", "difference", "lower", "upper", "p"])
 
 
-def judge_change(runs: pd.DataFrame, start: float) -> str:
-    """Return what Reweight does to the mass, by 95 % t intervals over seeds of each arm's difference from the start.
+def subtract_start(runs: pd.DataFrame, start: float) -> pd.DataFrame:
+    """Return a row per arm: its mass minus the start's, with its 95 % t interval over seeds; columns of `contrast`."""
+    rows = []
+    for arm, own in runs.groupby("variant", sort=False):
+        found = dict(zip(("difference", "lower", "upper"), mean_interval(own["mass"] - start), strict=True))
+        rows.append({"number": "mass", "variant": arm, "baseline": "start", "seeds": len(own)} | found)
+    return pd.DataFrame(rows).assign(named=False, differs=False, gain_excluded=False)
+
+
+def judge_change(changes: pd.DataFrame) -> str:
+    """Return what Reweight does to the mass, from each arm's difference from the start.
 
     "preserves" if GRPO's falls and Reweight's does not, "adds" if Reweight's rises, else "neither".
     """
-    bounds = {arm: mean_interval(own["mass"] - start)[1:] for arm, own in runs.groupby("variant")}
-    if bounds["reweight"][0] > 0:
+    bounds = changes.set_index("variant")[["lower", "upper"]]
+    if bounds.loc["reweight", "lower"] > 0:
         return "adds"
-    return "preserves" if bounds["grpo"][1] < 0 <= bounds["reweight"][1] else "neither"
+    return "preserves" if bounds.loc["grpo", "upper"] < 0 <= bounds.loc["reweight", "upper"] else "neither"
 
 
 @paper_style()
@@ -129,9 +140,10 @@ def draw(steps: pd.DataFrame, contrasts: pd.DataFrame, start: float) -> Figure:
     words = labels()
     for variant, own in steps.groupby("variant", sort=False):
         found = own.groupby("step")["mass"].agg(mean_interval)
-        mean, lower, upper = np.array(found.to_list()).T
-        left.plot(found.index, mean, color=COLORS[variant], label=words[variant], lw=1.4)
-        left.fill_between(found.index, lower, upper, color=COLORS[variant], alpha=0.15, lw=0)
+        mean, lower, upper = np.array([(start, start, start), *found]).T
+        step = [0, *found.index]
+        left.plot(step, mean, color=COLORS[variant], label=words[variant], lw=1.4)
+        left.fill_between(step, lower, upper, color=COLORS[variant], alpha=0.15, lw=0)
     left.axhline(start, color=NEUTRAL, lw=0.7, ls="--")
     left.set(xlabel="step (dashed: the start)", ylabel="mass on tokens with π < ¼,\nfixed responses")
     left.legend(frameon=False, fontsize=7)
@@ -145,7 +157,7 @@ def draw(steps: pd.DataFrame, contrasts: pd.DataFrame, start: float) -> Figure:
     right.axvline(0, color=NEUTRAL, lw=0.7, zorder=0)
     names = [f"{row.number}: {words[row.variant]} − {words[row.baseline]}" for row in shown.itertuples()]
     right.set_yticks(range(len(names)), names, fontsize=7)
-    right.invert_yaxis()
+    right.set_ylim(len(names) - 0.5, -0.5)
     right.set(xlabel="difference (thin: corrected)")
     finish(left, steps)
     finish(right, shown)
@@ -161,8 +173,9 @@ def main(options: Options) -> None:
         )
     runs, steps = read_arms(arms)
     start = float(read_table("horizon", "rare_mass.csv", scale=SCALE)["mass"].mean())
-    contrasts = contrast(runs).assign(start=start, reweight=judge_change(runs, start))
-    save_picture(draw(steps, contrasts, start), options.at("horizon.png"), contrasts)
+    between, changes = contrast(runs), subtract_start(runs, start)
+    contrasts = pd.concat([between, changes], ignore_index=True).assign(start=start, reweight=judge_change(changes))
+    save_picture(draw(steps, between, start), options.at("horizon.png"), contrasts)
     write_csv(runs, options.at("horizon_runs.csv"), float_format="%.6g")
     print(contrasts.to_string(index=False, float_format="{:.4f}".format, na_rep="–"))
 

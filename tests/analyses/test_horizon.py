@@ -6,10 +6,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy import stats
 
 from analyses.common.experiments import find_run
 from analyses.common.measurements import read_table
 from analyses.measure import horizon
+from analyses.paper import horizon as figure
 from gradscope import load_policy
 from gradscope.tasks import draw_questions, get_task
 
@@ -53,3 +55,55 @@ def test_each_source_has_as_many_responses_to_every_puzzle_and_none_of_a_run_of_
     counts = contexts.groupby(["source", "group"]).size().unstack(0)
     assert counts.shape == (100, 3)
     assert (counts == 4).all(axis=None)
+
+
+def plant(accuracy=0.0, **mass):
+    """A row per run: its arm's mass, Reweight's accuracy, and as much noise as the decision's runs have."""
+    rng = np.random.default_rng(0)
+    return pd.concat(
+        pd.DataFrame(
+            dict.fromkeys(figure.BESIDE, rng.normal(size=12))
+            | {
+                "variant": arm,
+                "mass": 0.19 + own + 0.014 * rng.normal(size=12),
+                "accuracy": 0.6 + accuracy * (arm == "reweight") + 0.0255 * rng.normal(size=12),
+            }
+        )
+        for arm, own in mass.items()
+    )
+
+
+def test_named_contrasts_are_those_planted_and_corrected_over_three_whichever_arms_are_whole():
+    runs = plant(grpo=0.0, reweight=0.05, **{"permuted-weights": 0.0})
+    found = figure.contrast(runs)
+    assert found["differs"].tolist() == [True, True] + [False] * (len(found) - 2)
+    own, other = (runs.loc[runs["variant"] == arm, "mass"] for arm in ("reweight", "grpo"))
+    test = stats.ttest_ind(own, other, equal_var=False)
+    corrected = test.confidence_interval(1 - 0.05 / 3)
+    two = figure.contrast(runs[runs["variant"] != "permuted-weights"])
+    assert two["named"].sum() == 2
+    for table in (found, two):
+        row = table.iloc[0]
+        assert row[["p", "p_holm"]].tolist() == pytest.approx([test.pvalue, 3 * test.pvalue])
+        assert row[["corrected_lower", "corrected_upper"]].tolist() == pytest.approx([*corrected])
+
+
+@pytest.mark.parametrize(("gain", "excluded"), [(-0.02, True), (0.05, False)])
+def test_a_gain_in_accuracy_is_excluded_only_if_the_corrected_interval_lies_below_it(gain, excluded):
+    found = figure.contrast(plant(accuracy=gain, grpo=0.0, reweight=0.0))
+    assert found.set_index("number").loc["accuracy", "gain_excluded"] == excluded
+
+
+@pytest.mark.parametrize(
+    ("grpo", "reweight", "said"),
+    [
+        (-0.05, 0.0, "preserves"),
+        (0.0, 0.05, "adds"),
+        (-0.05, 0.05, "adds"),
+        (-0.05, -0.03, "neither"),
+        (0.0, 0.0, "neither"),
+    ],
+)
+def test_rare_tokens_are_preserved_or_added_to_as_both_arms_were_planted_against_the_start(grpo, reweight, said):
+    changes = figure.subtract_start(plant(grpo=grpo, reweight=reweight), 0.19)
+    assert figure.judge_change(changes) == said
