@@ -35,7 +35,7 @@ SCRIPTS = (
     *("words_gates", "words_compare", "pretrained_batches", "words_trained"),
 )
 """Modules of analyses/paper with Options(out, scale) and main(options), in drawing order."""
-BOTH = ("rates", "prediction", "rare_tokens", "clipping", "signal")
+BOTH = ("rates", "prediction", "rare_tokens", "clipping", "signal", "horizon")
 """Modules with Options(out) that draw runs of several scales together, at scale cpu."""
 
 

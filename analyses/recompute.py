@@ -328,7 +328,8 @@ def after_horizon(variant: str, number: str) -> np.ndarray:
     if number.startswith("mass"):
         tables = read_tables("cpu", "horizon", variant, "rare_mass").values()
         last = (own[own["step"].isin(sorted(set(own["step"]))[-3:])] for own in tables)
-        return np.array([(own[own["source"] == "start"] if number != "mass" else own)["mass"].mean() for own in last])
+        on = number.removeprefix("mass_on_")
+        return np.array([own.loc[(own["source"] == on) | (number == "mass"), "mass"].mean() for own in last])
     if number == "pass_at_16":
         tables = read_tables("cpu", "horizon", variant, "hard").values()
         return np.array([(own["correct"] >= 1).mean() for own in tables])
@@ -353,7 +354,7 @@ def horizon(cell: Cell) -> float:
     if where["baseline"] == "start":
         found = t_interval(own - other.mean())
         return (found | {"difference": found["mean"], "start": other.mean()})[cell.column]
-    found = welch(own, other)
+    found = welch(own, other) | {"mean": own.mean(), "baseline_mean": other.mean()}
     if cell.column == "p_holm":
         named = [("grpo", "mass"), ("permuted-weights", "mass"), ("grpo", "accuracy")]
         both = [[after_horizon(arm, number) for arm in ("reweight", base)] for base, number in named]

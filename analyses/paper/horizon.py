@@ -11,7 +11,7 @@ Writes
                         mass minus the start's
     horizon_runs.csv    a row per run: mass, accuracy; token share, entropy and KL over the last 50 steps; pass@16 on
                         hard puzzles
-    horizon.png         mass over the steps, by arm, and the contrasts
+    horizon.png         mass and accuracy in training over the steps, by arm, and the contrasts
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ from gradscope.plots import NEUTRAL, finish, paper_style
 
 NAMED = (("reweight", "grpo", "mass"), ("reweight", "permuted-weights", "mass"), ("reweight", "grpo", "accuracy"))
 """Variant, baseline, number."""
-BESIDE = ("mass_on_start", "greedy", "share", "entropy", "kl", "pass_at_16")
+ON = ("mass_on_start", "mass_on_grpo", "mass_on_reweight")
+"""Mass by who wrote the responses."""
+BESIDE = (*ON, "greedy", "share", "entropy", "kl", "pass_at_16")
 """Numbers that claim nothing."""
 SMALLEST = 0.04
 """Smallest effect of interest in accuracy."""
 LAST = 50
-"""Steps over which numbers of training are averaged."""
+"""Steps over which numbers of training are averaged, as many as between two judged steps."""
+COLUMNS = ["number", "variant", "baseline", "seeds", "mean", "baseline_mean", "difference", "lower", "upper", "p"]
 
 
 def whole_arms() -> list[str]:
@@ -56,12 +59,16 @@ def whole_arms() -> list[str]:
 
 
 def read_arms(variants: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return a row per run (variant, seed, and its numbers), and one per run and judged step (mass)."""
+    """Return a row per run (variant, seed, and its numbers), and one per run and judged step.
+
+    The latter's columns: mass, and trained (accuracy of the training samples since the judged step before).
+    """
     keys = ["variant", "seed"]
     tests = last_checkpoints(read_tests(variants, scale=SCALE, track=TRACK))
     renamed = {sampled_name(tests): "accuracy", "greedy_accuracy": "greedy"}
     tests = tests[tests["level"] == "all"].rename(columns=renamed)
     metrics = read_metrics(variants, scale=SCALE, track=TRACK)
+    since = metrics.assign(step=np.ceil(metrics["step"] / LAST).astype(int) * LAST).groupby([*keys, "step"])["accuracy"]
     metrics = metrics[metrics["step"] > metrics.groupby(keys)["step"].transform("max") - LAST]
     trained = metrics.rename(columns={"token_share_0": "share"}).groupby(keys)[["share", "entropy", "kl"]].mean()
     names = ("rare_mass", "hard")
@@ -70,21 +77,22 @@ def read_arms(variants: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
     for variant, seed in tests[keys].itertuples(index=False):
         # Sources count alike, whatever the length of their responses.
         scored = rare_mass[variant][seed].pivot(index="step", columns="source", values="mass")
-        mass = scored.assign(mass=scored.mean(axis=1), mass_on_start=scored["start"]).reset_index()
+        mass = scored.add_prefix("mass_on_").assign(mass=scored.mean(axis=1)).reset_index()
         masses.append(mass.assign(variant=variant, seed=seed))
         hard.append((solved[variant][seed]["correct"] > 0).mean())
     steps = pd.concat(masses, ignore_index=True)
-    last = steps.sort_values("step").groupby(keys).tail(3).groupby(keys)[["mass", "mass_on_start"]].mean()
+    last = steps.sort_values("step").groupby(keys).tail(3).groupby(keys)[["mass", *ON]].mean()
     runs = tests[[*keys, "accuracy", "greedy"]].assign(pass_at_16=hard)
+    steps = steps.join(since.mean().rename("trained"), on=[*keys, "step"])
     return runs.join(last, on=keys).join(trained, on=keys), steps
 
 
 def contrast(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a row per contrast, the named ones first.
 
-    Columns: number, variant, baseline, seeds (the smaller arm's), difference, lower, upper (Welch's 95 % interval), p,
-    named, p_holm and differs (corrected over all named ones), corrected_lower, corrected_upper,
-    gain_excluded (of SMALLEST, in accuracy).
+    Columns: number, variant, baseline, seeds (the smaller arm's), mean and baseline_mean (the arms'), difference,
+    lower, upper (Welch's 95 % interval), p, named, p_holm and differs (corrected over all named ones),
+    corrected_lower, corrected_upper, gain_excluded (of SMALLEST, in accuracy).
     """
     arms = list(dict.fromkeys(runs["variant"]))
     named = [pair for pair in NAMED if {*pair[:2]} <= {*arms}]
@@ -108,9 +116,8 @@ def _test(runs: pd.DataFrame, pairs: Sequence[tuple[str, str, str]], level: floa
     for variant, baseline, number in pairs:
         own, other = (runs.loc[runs["variant"] == name, number].to_numpy() for name in (variant, baseline))
         found = welch(own, other, level)
-        rows.append({"number": number, "variant": variant, "baseline": baseline, "seeds": min(len(own), len(other))})
-        rows[-1] |= dict(zip(("difference", "lower", "upper", "p"), found, strict=True))
-    return pd.DataFrame(rows, columns=["number", "variant", "baseline", "seeds", "difference", "lower", "upper", "p"])
+        rows.append((number, variant, baseline, min(len(own), len(other)), own.mean(), other.mean(), *found))
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def subtract_start(runs: pd.DataFrame, start: float) -> pd.DataFrame:
@@ -135,18 +142,19 @@ def judge_change(changes: pd.DataFrame) -> str:
 
 @paper_style()
 def draw(steps: pd.DataFrame, contrasts: pd.DataFrame, start: float) -> Figure:
-    """Draw each arm's mass over the steps (mean and 95 % t interval over seeds), and the contrasts in mass."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.7), layout="constrained")
+    """Draw each arm's mass and accuracy in training over the steps (mean and 95 % t interval), and the contrasts."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(7.2, 2.7), layout="constrained")
     words = labels()
     for variant, own in steps.groupby("variant", sort=False):
-        found = own.groupby("step")["mass"].agg(mean_interval)
-        mean, lower, upper = np.array([(start, start, start), *found]).T
-        step = [0, *found.index]
-        left.plot(step, mean, color=COLORS[variant], label=words[variant], lw=1.4)
-        left.fill_between(step, lower, upper, color=COLORS[variant], alpha=0.15, lw=0)
+        for axes, number in ((left, "mass"), (middle, "trained")):
+            found = own.groupby("step")[number].agg(mean_interval)
+            mean, lower, upper = np.array([*found]).T
+            axes.plot(found.index, mean, color=COLORS[variant], label=words[variant], lw=1.4)
+            axes.fill_between(found.index, lower, upper, color=COLORS[variant], alpha=0.15, lw=0)
     left.axhline(start, color=NEUTRAL, lw=0.7, ls="--")
-    left.set(xlabel="step (dashed: the start)", ylabel="mass on tokens with π < ¼,\nfixed responses")
+    left.set(xlabel="step (dashed: the start)", ylabel="mass on π < ¼, fixed responses")
     left.legend(frameon=False, fontsize=7)
+    middle.set(xlabel="step", ylabel=f"accuracy in training, {LAST} steps each")
     shown = contrasts[contrasts["number"].isin(["mass", "accuracy"])].reset_index(drop=True)
     for place, row in shown.iterrows():
         color = COLORS[row["variant"]]
@@ -155,11 +163,13 @@ def draw(steps: pd.DataFrame, contrasts: pd.DataFrame, start: float) -> Figure:
             right.hlines(place, row["corrected_lower"], row["corrected_upper"], color=color, lw=0.7)
         right.plot(row["difference"], place, "o", color=color, ms=4.5)
     right.axvline(0, color=NEUTRAL, lw=0.7, zorder=0)
-    names = [f"{row.number}: {words[row.variant]} − {words[row.baseline]}" for row in shown.itertuples()]
+    names = [f"{row.number}:\n{words[row.variant]}\n− {words[row.baseline]}" for row in shown.itertuples()]
     right.set_yticks(range(len(names)), names, fontsize=7)
     right.set_ylim(len(names) - 0.5, -0.5)
     right.set(xlabel="difference (thin: corrected)")
+    right.locator_params(axis="x", nbins=4)
     finish(left, steps)
+    finish(middle, steps)
     finish(right, shown)
     return figure
 

@@ -9,7 +9,9 @@ import torch
 from scipy import stats
 
 from analyses.common.experiments import find_run
+from analyses.common.kept_runs import read_tables
 from analyses.common.measurements import read_table
+from analyses.common.read_runs import read_metrics
 from analyses.measure import horizon
 from analyses.paper import horizon as figure
 from gradscope import load_policy
@@ -55,6 +57,19 @@ def test_each_source_has_as_many_responses_to_every_puzzle_and_none_of_a_run_of_
     counts = contexts.groupby(["source", "group"]).size().unstack(0)
     assert counts.shape == (100, 3)
     assert (counts == 4).all(axis=None)
+
+
+def test_a_runs_numbers_are_means_of_its_tables():
+    runs, steps = figure.read_arms(["grpo"])
+    run, steps = runs.set_index("seed").loc[40], steps[steps["seed"] == 40].set_index("step")
+    scored = read_tables("cpu", "horizon", "grpo", "rare_mass")[40].set_index("step")
+    assert run["mass"] == pytest.approx(scored.loc[500:, "mass"].to_numpy().mean())
+    on_reweight = scored[scored["source"] == "reweight"]["mass"]
+    assert run["mass_on_reweight"] == pytest.approx((on_reweight[500] + on_reweight[550] + on_reweight[600]) / 3)
+    metrics = read_metrics(["grpo"], scale="cpu", track="horizon")
+    accuracy = metrics[metrics["seed"] == 40].sort_values("step")["accuracy"].to_numpy().reshape(12, 50)
+    assert steps.loc[50:600, "trained"].tolist() == pytest.approx(accuracy.mean(axis=1).tolist())
+    assert run["entropy"] == pytest.approx(metrics[metrics["seed"] == 40].nlargest(50, "step")["entropy"].mean())
 
 
 def plant(accuracy=0.0, **mass):
