@@ -36,7 +36,7 @@ SCRIPTS = (
 )
 """Modules of analyses/paper with Options(out, scale) and main(options), in drawing order."""
 BOTH = ("rates", "prediction", "rare_tokens", "clipping", "signal", "horizon")
-"""Modules with Options(out) that draw runs of several scales together, at scale cpu."""
+"""Modules with Options(out) that are drawn at scale cpu: of several scales together, or of that scale alone."""
 
 
 @dataclass(frozen=True)

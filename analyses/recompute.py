@@ -325,17 +325,25 @@ def after_horizon(variant: str, number: str) -> np.ndarray:
     """A number of each of a variant's runs on experiment B; of the start alone: its mass."""
     if variant == "start":
         return measured("cpu", "horizon/rare_mass.csv").groupby("source")["mass"].mean().to_numpy()
-    if number.startswith("mass"):
+    if number.startswith("mass") or number == "text_entropy":
         tables = read_tables("cpu", "horizon", variant, "rare_mass").values()
         last = (own[own["step"].isin(sorted(set(own["step"]))[-3:])] for own in tables)
-        on = number.removeprefix("mass_on_")
-        return np.array([own.loc[(own["source"] == on) | (number == "mass"), "mass"].mean() for own in last])
+        source = number.removeprefix("mass_on_")
+        column, every = ("entropy", True) if number == "text_entropy" else ("mass", number == "mass")
+        return np.array([own.loc[(own["source"] == source) | every, column].mean() for own in last])
     if number == "pass_at_16":
         tables = read_tables("cpu", "horizon", variant, "hard").values()
         return np.array([(own["correct"] >= 1).mean() for own in tables])
-    if number in ("accuracy", "greedy"):
-        return accuracy("cpu", "horizon", variant, {"greedy": "greedy_accuracy"}.get(number)).to_numpy()
-    return record("cpu", "horizon", variant, {"share": "token_share_0"}.get(number, number)).to_numpy()
+    if number == "drop":
+        return after_horizon(variant, "greedy") - after_horizon(variant, "accuracy")
+    judged = {"accuracy": None, "greedy": "greedy_accuracy", "pass_at_4": "pass@4", "test_tokens": "sampled_tokens"}
+    if number in judged:
+        return accuracy("cpu", "horizon", variant, judged[number]).to_numpy()
+    if number == "rise":
+        late, early = (record("cpu", "horizon", variant, "accuracy", steps) for steps in ("551 to 600", "351 to 400"))
+        return (late - early).to_numpy()
+    trained = {"share": ("token_share_0",), "early_share": ("token_share_0", "101 to 150")}.get(number, (number,))
+    return record("cpu", "horizon", variant, *trained).to_numpy()
 
 
 def welch(own: np.ndarray, other: np.ndarray, level: float = 0.95) -> Row:
@@ -353,8 +361,13 @@ def horizon(cell: Cell) -> float:
     own, other = (after_horizon(where[arm], where["number"]) for arm in ("variant", "baseline"))
     if where["baseline"] == "start":
         found = t_interval(own - other.mean())
-        return (found | {"difference": found["mean"], "start": other.mean()})[cell.column]
+        found |= {"difference": found["mean"], "mean": own.mean(), "baseline_mean": other.mean()}
+        return found[cell.column]
     found = welch(own, other) | {"mean": own.mean(), "baseline_mean": other.mean()}
+    if cell.column == "with_entropy":
+        entropies = (after_horizon(where[arm], "text_entropy") for arm in ("variant", "baseline"))
+        rest = [np.concatenate([x - x.mean() for x in arms]) for arms in ((own, other), entropies)]
+        return float(stats.pearsonr(*rest)[0])
     if cell.column == "p_holm":
         named = [("grpo", "mass"), ("permuted-weights", "mass"), ("grpo", "accuracy")]
         both = [[after_horizon(arm, number) for arm in ("reweight", base)] for base, number in named]

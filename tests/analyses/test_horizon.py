@@ -68,7 +68,7 @@ def test_a_runs_numbers_are_means_of_its_tables():
     assert run["mass_on_reweight"] == pytest.approx((on_reweight[500] + on_reweight[550] + on_reweight[600]) / 3)
     metrics = read_metrics(["grpo"], scale="cpu", track="horizon")
     accuracy = metrics[metrics["seed"] == 40].sort_values("step")["accuracy"].to_numpy().reshape(12, 50)
-    assert steps.loc[50:600, "trained"].tolist() == pytest.approx(accuracy.mean(axis=1).tolist())
+    assert steps.loc[50:600, "training_accuracy"].tolist() == pytest.approx(accuracy.mean(axis=1).tolist())
     assert run["entropy"] == pytest.approx(metrics[metrics["seed"] == 40].nlargest(50, "step")["entropy"].mean())
 
 
@@ -77,7 +77,7 @@ def plant(accuracy=0.0, **mass):
     rng = np.random.default_rng(0)
     return pd.concat(
         pd.DataFrame(
-            dict.fromkeys(figure.BESIDE, rng.normal(size=12))
+            dict.fromkeys(figure.BESIDE + figure.AFTERWARDS, rng.normal(size=12))
             | {
                 "variant": arm,
                 "mass": 0.19 + own + 0.014 * rng.normal(size=12),
