@@ -328,9 +328,10 @@ def after_horizon(variant: str, number: str) -> np.ndarray:
     if number.startswith("mass") or number == "text_entropy":
         tables = read_tables("cpu", "horizon", variant, "rare_mass").values()
         last = (own[own["step"].isin(sorted(set(own["step"]))[-3:])] for own in tables)
-        source = number.removeprefix("mass_on_")
-        column, every = ("entropy", True) if number == "text_entropy" else ("mass", number == "mass")
-        return np.array([own.loc[(own["source"] == source) | every, column].mean() for own in last])
+        if number.startswith("mass_on_"):
+            last = (own[own["source"] == number.removeprefix("mass_on_")] for own in last)
+        column = "entropy" if number == "text_entropy" else "mass"
+        return np.array([own[column].mean() for own in last])
     if number == "pass_at_16":
         tables = read_tables("cpu", "horizon", variant, "hard").values()
         return np.array([(own["correct"] >= 1).mean() for own in tables])

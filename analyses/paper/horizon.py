@@ -3,9 +3,9 @@
     python -m analyses.paper.horizon [--out figures]
 
 Experiment B of docs/named-beforehand.md, which has the question, the runs, the test and what is concluded from each
-outcome; written before any run was whole. An arm is read when all of its seeds are there. Numbers are means over a
-run's last three checkpoints; contrasts are tested by Welch's t test over seeds, with Holm's correction over the three.
-Writes
+outcome; the named contrasts were written before any run was whole. An arm is read when all of its seeds are there.
+Mass and accuracy are means over a run's last three checkpoints; contrasts are tested by Welch's t test over seeds, with
+Holm's correction over the three. Writes
 
     horizon.csv         a row per contrast: the three named ones, those shown beside without a claim, and each arm's
                         mass minus the start's; change: what Reweight does to the mass ("preserves", "adds", "neither")

@@ -216,6 +216,8 @@ def _draw_cosines(ax: Axes, turned: pd.DataFrame) -> None:
     ax.set(xlabel="α of Reweight", ylabel="cosine with GRPO", xlim=(-0.05, 1.05))
     if known or expected:
         ax.legend(frameon=False, fontsize=7)
+    else:
+        ax.set_axis_off()
     if not known:
         at = {"transform": ax.transAxes, "ha": "center", "va": "center", "fontsize": 7}
         ax.text(0.4, 0.5, "expected gradients: signal not told from 0", **at)
